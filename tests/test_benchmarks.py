@@ -18,6 +18,7 @@ ROWS = {
     "distillation": ["step", "memory"],
     "training": ["text", "conversations", "distil", "memory_text", "memory_distil", "memory_conversations"],
     "own_text": ["free_text", "conversations"],
+    "loading": ["memory", "streams"],
     "composition": [
         "decode_step",
         "generate_256_vs_recompute",
@@ -80,6 +81,7 @@ AIMS = {
     "distillation": [],
     "training": ["ratio"],
     "own_text": ["ratio", "ratio"],
+    "loading": ["ratio", "ratio"],
     "composition": ["ratio", "ratio"],
     "token_routing": ["ratio", "ratio", "ratio", "ratio", "ratio_top2"],
     "operations": ["operations_ratio"] * 4,

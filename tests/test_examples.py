@@ -14,9 +14,11 @@ import yaml
 
 from examples.my_graft import LowRankBias, LowRankBiasConfig
 from graftlm import GraftError, graft_config, load_backbone, load_graft, load_recipe, register_graft, run_recipe
+from graftlm.evaluation import Results, value_of
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, HasHeads, HasTensors, graft_class
 from graftlm.grafts.baselines import FineTuning
 from graftlm.grafts.registry import REGISTRY
+from graftlm.runs.recipe import Recipe
 from graftlm.testing import GraftLaws
 from tiny import BackboneFolder
 
@@ -111,3 +113,27 @@ def test_the_contract_is_narrow() -> None:
     assert len(own) < 8
     assert issubclass(FineTuning, HasTensors)
     assert not issubclass(FineTuning, HasHeads | FitsOnText)
+
+
+def test_three_languages_are_taught_in_one_run(
+    tmp_path: Path, tiny_backbone: BackboneFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = {"danish": "det var en mørk aften. ", "slovak": "bol tmavý večer. ", "czech": "byl tmavý večer. "}
+    texts["english"] = "it was a dark evening. "
+    for size, (name, text) in zip((400, 90, 200, 60), texts.items(), strict=True):
+        for part, times in ((name, size), (f"{name}-test", 10)):
+            (tmp_path / "text" / part).mkdir(parents=True)
+            (tmp_path / "text" / part / "one.txt").write_text(text * times, encoding="utf-8")
+    small = ["steps=30", "batch_size=8", "warmup_steps=0"]
+    overrides = [f"backbone.name={tiny_backbone('llama')}", *(f"training.{key}" for key in small)]
+    overrides += ["data.length=16", "data.replay_fraction=0.25", "data.old.1.tokens=200", "data.old.1.batch_size=8"]
+    overrides += ["evaluation.own_tokens=0", "evaluation.decode_prompts=0"]
+    recipe = Recipe.from_yaml(ROOT / "examples" / "three-languages.yaml", overrides)
+    (row,) = (row for row in run_recipe(recipe, progress=False).rows if row.id == "neutral-residues")
+    learned = [value_of(row.metrics[f"learned_{name}"]) for name in ("da", "sk", "cs")]
+    assert value_of(row.metrics["learned"]) == pytest.approx(sum(learned) / 3, abs=1e-6)
+    results = Results.read(tmp_path / "runs" / "three-languages")
+    read = results.details["trained"]["neutral-residues"]["read"]  # type: ignore[index, call-overload]
+    shares = [source["share"] for source in read if source["domain"] == "new"]  # type: ignore[index, union-attr, call-overload]
+    assert shares == pytest.approx([0.5, 0.25, 0.25], abs=0.01)

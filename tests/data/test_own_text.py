@@ -152,7 +152,7 @@ def test_own_text_trains_as_old_text(tmp_path: Path) -> None:
     values = {"new": [{"path": str(tmp_path / "new.txt")}], "old": [{"self": True}], "length": 16}
     config = DataConfig.parse(values | {"replay_fraction": 0.5})
     tokenizer: Any = model.tokenizer
-    mixture = build_mixture(config, tokenizer, 4, [marked_ids(text) for text in texts])
+    mixture = build_mixture(config, tokenizer, 4, [[marked_ids(text) for text in texts]])
     batch = mixture.batch(0)
     sampled = [token for text in texts for token in text.ids]
     with pytest.raises(DataError, match="own_text"):
@@ -280,13 +280,9 @@ def test_too_few_samples_and_a_damaged_file_are_named(tmp_path: Path) -> None:
     values = {"new": [{"path": str(tmp_path / "new.txt")}], "old": [{"self": True}], "length": 64}
     tokenizer: Any = model.tokenizer
     with pytest.raises(DataError) as error:
-        build_mixture(DataConfig.parse(values), tokenizer, 4, [marked_ids(text) for text in texts])
+        build_mixture(DataConfig.parse(values), tokenizer, 4, [[marked_ids(text) for text in texts]])
     assert "own text" in str(error.value)
     assert "64" in str(error.value)
-    streamed = values | {"old": [{"self": True}, {"path": str(tmp_path / "new.txt"), "streaming": True}]}
-    with pytest.raises(DataError) as error:
-        build_mixture(DataConfig.parse(streamed), tokenizer, 4, [marked_ids(text) for text in texts])
-    assert "streaming" in str(error.value)
     file = tmp_path / "samples.jsonl"
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(DataError) as error:

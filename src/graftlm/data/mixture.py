@@ -5,124 +5,31 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 import numpy as np
 
 from graftlm.backbone import padding_id
+from graftlm.data.blocks import TokenBlocks, pack
 from graftlm.data.boundaries import Boundaries, check_rows, split_rows
-from graftlm.data.marked_ids import unmark
-from graftlm.data.rows import DOMAIN_NAMES, NEW, OLD, Batch, collate, is_predicted
-from graftlm.data.sources import DataConfig, Document, SourceConfig, check_domains, read_documents
+from graftlm.data.interleaving import InterleavedBlocks, InterleavedStreams
+from graftlm.data.rows import DOMAIN_NAMES, NEW, OLD, Batch, collate
+from graftlm.data.sources import (
+    DataConfig,
+    Document,
+    OldSource,
+    SelfSourceConfig,
+    SourceConfig,
+    check_domains,
+    read_documents,
+)
 from graftlm.data.streams import RowPacker, StreamingBlocks
 from graftlm.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-_COUNTED_ROWS = 4096  # rows that are looked through together, which bounds the memory
-
-
-@dataclass(eq=False)
-class TokenBlocks:
-    """Packed rows of one domain, in memory.
-
-    Attributes:
-        marked: marked ids, int32, (N, length); see `graftlm.data.marked_ids`.
-        boundaries: how documents share rows; see `DataConfig`.
-        pad_id: the token id of padding.
-        ignored_keys: see `RowPacker`.
-        tokens_by_source: number of tokens of each source.
-    """
-
-    marked: np.ndarray
-    boundaries: Boundaries = "separate"
-    pad_id: int = 0
-    ignored_keys: Mapping[str, int] = field(default_factory=dict)
-    tokens_by_source: Mapping[str, int] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.marked)
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of a row."""
-        return self.marked.shape[1]
-
-    @property
-    def input_ids(self) -> np.ndarray:
-        """Plain token ids, int32, (N, length)."""
-        return unmark(self.marked, self.pad_id)
-
-    def without_target(self) -> int:
-        """Return the number of rows that have no predicted token."""
-        parts = range(0, len(self), _COUNTED_ROWS)
-        rows = (self.marked[start : start + _COUNTED_ROWS] for start in parts)
-        return sum(int((~is_predicted(part, self.boundaries)).all(axis=1).sum()) for part in rows)
-
-    def take(self, first: int, count: int, key: tuple[int, int]) -> np.ndarray:
-        """Return rows of an endless sequence in which each epoch is a new order of all rows.
-
-        There must be at least one row.
-
-        Args:
-            first: position of the first returned row in the sequence, from 0.
-            count: number of rows to return.
-            key: the seed and the domain. The order depends only on these and on the epoch.
-
-        Returns:
-            Marked ids, int32, (count, length).
-        """
-        rows = []
-        for position in range(first, first + count):
-            epoch, place = divmod(position, len(self))
-            rows.append(_epoch_order(len(self), *key, epoch)[place])
-        return self.marked[np.array(rows, dtype=np.int64)]
-
-
-@lru_cache(maxsize=4)
-def _epoch_order(size: int, *key: int) -> np.ndarray:
-    """Return the order of `size` rows in an epoch; the key is the seed, the domain and the epoch."""
-    return np.random.Generator(np.random.Philox(key)).permutation(size)
-
-
-def pack(
-    documents: Iterable[Document],
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    *,
-    boundaries: Boundaries = "separate",
-    name: str = "The documents",
-) -> TokenBlocks:
-    """Tokenize documents and pack them into rows.
-
-    A last row with too few tokens is padded.
-
-    Args:
-        documents: the documents, read once.
-        tokenizer: the backbone's tokenizer.
-        length: number of tokens of a row.
-        boundaries: how documents share rows; see `DataConfig`.
-        name: the name of the documents in error messages.
-
-    Raises:
-        DataError: the documents have too few tokens for a row, a conversation does not fit the tokenizer's chat
-            template, or `boundaries` is `whole` and a conversation or a document with a prompt is longer than a row.
-    """
-    packer = RowPacker(lambda: documents, tokenizer, length, boundaries)
-    rows = list(packer)
-    check_rows(packer.tokens_by_source.total(), length, boundaries, name)
-    return TokenBlocks(
-        np.stack(rows),
-        boundaries=boundaries,
-        pad_id=packer.pad_id,
-        ignored_keys=packer.ignored_keys,
-        tokens_by_source=packer.tokens_by_source,
-    )
 
 
 class SourceRead(TypedDict):
@@ -132,13 +39,15 @@ class SourceRead(TypedDict):
         domain: old or new.
         source: title of the source.
         tokens: number of its tokens; of a stream, of those that were read so far.
-        passes: number of times that they were read; missing for a stream.
+        passes: number of times that they were read; missing for a stream that has not come to its end.
+        share: its share of the tokens of the domain in the rows that were drawn; missing before the first row.
     """
 
     domain: str
     source: str
     tokens: int
     passes: NotRequired[float]
+    share: NotRequired[float]
 
 
 class Batches(Protocol):
@@ -168,7 +77,9 @@ class Batches(Protocol):
         """Continue from a `state_dict()`."""
 
 
-Blocks = TokenBlocks | StreamingBlocks
+MemoryBlocks = TokenBlocks | InterleavedBlocks
+Streams = StreamingBlocks | InterleavedStreams
+Blocks = MemoryBlocks | Streams
 
 
 class Mixture:
@@ -233,10 +144,18 @@ class Mixture:
         rows = self.counts(steps * self.batch_size)
         read: list[SourceRead] = []
         for domain, blocks in self.domains.items():
-            for source, tokens in blocks.tokens_by_source.items():
-                of_source: SourceRead = {"domain": DOMAIN_NAMES[domain], "source": source, "tokens": tokens}
-                if isinstance(blocks, TokenBlocks):
-                    of_source["passes"] = rows[domain] / len(blocks)
+            texts = blocks.text_read(rows[domain])
+            drawn = sum(text.drawn for text in texts)
+            for text in texts:
+                of_source: SourceRead = {
+                    "domain": DOMAIN_NAMES[domain],
+                    "source": text.source,
+                    "tokens": text.tokens,
+                }
+                if text.passes is not None:
+                    of_source["passes"] = text.passes
+                if drawn:
+                    of_source["share"] = text.drawn / drawn
                 read.append(of_source)
         return read
 
@@ -288,8 +207,8 @@ class Mixture:
         digest = hashlib.sha256(repr(settings).encode())
         for domain, blocks in sorted(self.domains.items()):
             digest.update(str(domain).encode())
-            if isinstance(blocks, TokenBlocks):
-                digest.update(blocks.marked.tobytes())
+            if isinstance(blocks, MemoryBlocks):
+                blocks.add_to_digest(digest)
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, object]:
@@ -320,8 +239,8 @@ class Mixture:
         for domain, blocks in streams.items():
             blocks.load_state_dict(state[domain])
 
-    def _streams(self) -> dict[int, StreamingBlocks]:
-        return {domain: blocks for domain, blocks in self.domains.items() if isinstance(blocks, StreamingBlocks)}
+    def _streams(self) -> dict[int, Streams]:
+        return {domain: blocks for domain, blocks in self.domains.items() if isinstance(blocks, Streams)}
 
 
 def _domains_text(keys: Iterable[str]) -> str:
@@ -356,7 +275,7 @@ def build_mixture(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int,
-    own_text: Sequence[np.ndarray] = (),
+    own_text: Sequence[Sequence[np.ndarray]] = (),
 ) -> Mixture:
     """Build the mixture of a recipe's new and old texts.
 
@@ -364,8 +283,8 @@ def build_mixture(
         config: the data section of the recipe.
         tokenizer: the backbone's tokenizer.
         batch_size: rows of an optimizer step.
-        own_text: marked ids (n,) of each text that the backbone sampled; these are old as well. They are required if
-            `config.old` has only `self: true` sources and `replay_fraction` is above 0.
+        own_text: for each `self: true` source of `config.old` the marked ids (n,) of each text that the backbone
+            sampled; required if `replay_fraction` is above 0.
 
     Raises:
         DataError: there are no new sources, or no old text although `replay_fraction` is above 0; or the rows of a
@@ -375,54 +294,93 @@ def build_mixture(
     shares = {OLD: config.replay_fraction, NEW: 1 - config.replay_fraction}
     domains = {}
     if shares[OLD] > 0:
-        named = [source for source in config.old if isinstance(source, SourceConfig)]
-        domains[OLD] = build_blocks(named, config, tokenizer, own_text)
+        domains[OLD] = build_blocks(config.old, config, tokenizer, own_text)
     if shares[NEW] > 0:
         domains[NEW] = build_blocks(config.new, config, tokenizer)
     return Mixture(domains, shares, batch_size, config.seed)
 
 
 def build_blocks(
-    sources: Sequence[SourceConfig],
+    sources: Sequence[OldSource],
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    own_text: Sequence[np.ndarray] = (),
+    own_text: Sequence[Sequence[np.ndarray]] = (),
 ) -> Blocks:
-    """Build the rows of one domain: a stream of rows if any source is streaming, and otherwise rows in memory.
+    """Build the rows of one domain, in memory or, if any source is streaming, read while they are drawn.
+
+    Rows in memory are those of all sources together, unless a source has a weight or there is a temperature. Otherwise
+    several sources are packed each by itself and interleaved; a source without a weight then has the weight 1.
 
     Args:
         sources: the sources of the domain's texts.
-        config: the data section of a recipe; only its `length` and `boundaries` are used.
+        config: the data section of a recipe; its `length`, `boundaries` and `weights` are used.
         tokenizer: the backbone's tokenizer.
-        own_text: marked ids (n,) of each text that the backbone sampled, which follow the sources' texts.
+        own_text: for each `self: true` source the marked ids (n,) of each text that the backbone sampled.
 
     Raises:
-        DataError: there are neither sources nor sampled texts, or a source is streaming although there are sampled
-            texts; or, of rows in memory, a source can't be read (see `read_documents`), its texts can't be packed (see
-            `pack`), or the sampled texts have too few tokens for a row.
+        DataError: there are no sources, or no sampled texts of a `self: true` source; or, of rows in memory, a source
+            can't be read (see `read_documents`), its texts can't be packed (see `pack`), or the sampled texts have too
+            few tokens for a row.
     """
+    if not sources:
+        raise DataError("A domain has no sources: name at least one.")
+    own_sources = [source for source in sources if isinstance(source, SelfSourceConfig)]
+    if len(own_sources) != len(own_text):
+        raise DataError(
+            f"There are {len(own_sources)} sources that the backbone samples, but texts of {len(own_text)}: pass those "
+            "of each as own_text."
+        )
+    is_streaming = any(_is_streaming(source) for source in sources)
+    is_weighted = config.weights is not None or any(source.weight is not None for source in sources)
+    if len(sources) == 1 or not (is_streaming or is_weighted):
+        return _blocks_together(sources, config, tokenizer, own_text)
+    texts = iter(own_text)
+    parts = []
+    for source in sources:
+        of_source = [next(texts)] if isinstance(source, SelfSourceConfig) else []
+        parts.append(_blocks_together([source], config, tokenizer, of_source))
+    in_memory = [part for part in parts if isinstance(part, TokenBlocks)]
+    weights = [_weight(source) for source in sources]
+    if len(in_memory) < len(parts):
+        return InterleavedStreams(parts, weights)
+    if config.weights is not None:
+        weights = [Fraction(part.n_tokens() ** config.weights.temperature) for part in in_memory]
+    return InterleavedBlocks(in_memory, weights)
+
+
+def _is_streaming(source: OldSource) -> bool:
+    return isinstance(source, SourceConfig) and source.streaming
+
+
+def _weight(source: OldSource) -> Fraction:
+    """Return the weight of a source as it was written, such as 1/10 for 0.1; 1 without one."""
+    return Fraction(1) if source.weight is None else Fraction(repr(source.weight))
+
+
+def _blocks_together(
+    sources: Sequence[OldSource],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    own_text: Sequence[Sequence[np.ndarray]],
+) -> TokenBlocks | StreamingBlocks:
+    """Return the rows of one streaming source, or of sources in memory whose rows are shuffled together."""
+    named = [source for source in sources if isinstance(source, SourceConfig)]
 
     def documents() -> Iterator[Document]:
-        for source in sources:
+        for source in named:
             yield from read_documents(source)
 
-    if not sources and not own_text:
-        raise DataError("A domain has neither sources nor sampled texts: name a source, or pass texts as own_text.")
-    if any(source.streaming for source in sources):
-        if own_text:
-            names = ", ".join(source.name for source in sources if source.streaming)
-            raise DataError(
-                f"The backbone's own text can't be combined with streaming sources ({names}): set their streaming to "
-                "false."
-            )
-        packer = RowPacker(documents, tokenizer, config.length, config.boundaries, repeat=True)
-        return StreamingBlocks(packer)
+    if len(sources) == 1 and _is_streaming(sources[0]):
+        return StreamingBlocks(RowPacker(documents, tokenizer, config.length, config.boundaries, repeat=True))
     parts = []
-    if sources:
-        names = ", ".join(source.name for source in sources)
+    if named:
+        names = ", ".join(source.name for source in named)
         parts.append(pack(documents(), tokenizer, config.length, boundaries=config.boundaries, name=names))
-    if own_text:
-        parts.append(_pack_own_text(own_text, config, tokenizer))
+    sampled = [text for texts in own_text for text in texts]
+    if not (named or sampled):
+        raise DataError("The backbone's own text is empty: raise the tokens of its source, or name real text.")
+    if sampled:
+        parts.append(_pack_own_text(sampled, config, tokenizer))
     marked = np.concatenate([part.marked for part in parts])
     tokens = {source: count for part in parts for source, count in part.tokens_by_source.items()}
     return replace(parts[0], marked=marked, tokens_by_source=tokens)

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import Discriminator, Field, Tag, field_validator, model_serializer, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_serializer, model_validator
 
 from graftlm.config import Config
 from graftlm.data.conversations import BESIDE, ChatExample, read_chat
 from graftlm.data.table_files import JSON_SUFFIXES, TABLE_SUFFIXES, check_columns, check_text, read_values, values_of
+from graftlm.data.text_sets import TextSets
 from graftlm.errors import DataError, did_you_mean, first_line
 from graftlm.files.digests import walk
 from graftlm.files.reading import read_text
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _NEAR_KEYS = ("question_tokens", "answer_tokens", "answer_temperature")  # settings of own text near the new text
 _NEAR_TOP_P = 0.9
+_WEIGHT = "Share of tokens, relative to other sources; 0 leaves the source out."
+_SET = "The set of texts that it belongs to, which a mapping names."
 _NO_VALUES: tuple[object, ...] = (None, "", [], {}, 1, "1")  # of a column beside messages: 1 marks what is learned
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py")
 SEARCHED_SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, ".parquet")  # files of a folder that are read by default
@@ -81,6 +84,8 @@ class SourceConfig(Config):
     limit_characters: int | None = Field(
         None, ge=1, description="Maximum number of characters in all; the last document is cut."
     )
+    weight: float | None = Field(None, ge=0, description=_WEIGHT)
+    set: str | None = Field(None, min_length=1, description=_SET)
 
     @field_validator("documents")
     @classmethod
@@ -107,6 +112,11 @@ class SourceConfig(Config):
             yield "a source has a tools_column but no messages_column: set messages_column, or leave tools_column out"
         if self.prompt_column == self.text_column:
             yield f"prompt_column and text_column are both {self.text_column!r}: name two columns"
+
+    @model_serializer(mode="wrap")
+    def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
+        """Serialize the source without a weight or set that it does not have, so that earlier runs keep keys."""
+        return _without_nothing(serialize(self))
 
     @property
     def name(self) -> str:
@@ -197,6 +207,8 @@ class SelfSourceConfig(Config):
         "a GPU what fits in half of the free memory, at most 256.",
     )
     seed: int = Field(0, ge=0, description="Seed of the sampling.")
+    weight: float | None = Field(None, ge=0, description=_WEIGHT)
+    set: str | None = Field(None, min_length=1, description=_SET)
 
     @model_validator(mode="before")
     @classmethod
@@ -232,7 +244,7 @@ class SelfSourceConfig(Config):
     @model_serializer(mode="wrap")
     def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
         """Serialize the marker `self`, and leave out settings of `near` without it, so that earlier runs keep keys."""
-        values = {"self": True} | serialize(self)
+        values = {"self": True} | _without_nothing(serialize(self))
         if self.near is not None:
             return values | {"top_p": self.top_p}
         for key in ("near", *_NEAR_KEYS):
@@ -245,6 +257,11 @@ class SelfSourceConfig(Config):
         if self.near is not None:
             return "the backbone's own text near the new"
         return "the backbone's own text"
+
+
+def _without_nothing(values: dict[str, object]) -> dict[str, object]:
+    """Return the values of a source without a weight or set that is None."""
+    return {key: value for key, value in values.items() if value is not None or key not in ("weight", "set")}
 
 
 def _kind_of_source(value: object) -> str:
@@ -261,13 +278,77 @@ OldSource = Annotated[
 ]
 """Old text: a source, or text that the backbone samples."""
 
+_Source = TypeVar("_Source", bound="SourceConfig | SelfSourceConfig")
+
+
+def _kind_of_sources(value: object) -> str:
+    return "tagged-mapping" if isinstance(value, dict) else "tagged-list"
+
+
+def used_sources(sources: list[_Source]) -> list[_Source]:
+    """Return the sources without those whose weight is 0.
+
+    Raises:
+        ValueError: there are sources, and all have the weight 0.
+    """
+    used = [source for source in sources if source.weight != 0]
+    if sources and not used:
+        raise ValueError("all weights are 0, so no text would be read: leave the sources out, or raise one")
+    return used
+
+
+def _listed(value: list[OldSource] | dict[str, list[OldSource]]) -> list[OldSource]:
+    """Return the sources of a list or of named sets as one list, without those whose weight is 0."""
+    sources: list[OldSource] = []
+    if isinstance(value, list):
+        sources = value
+    else:
+        for name, own in value.items():
+            if not own:
+                raise ValueError(f"the set {name} has no sources: name some, or leave the set out")
+            for source in own:
+                if source.set not in (None, name):
+                    raise ValueError(f"a source of the set {name} has set {source.set}: leave its key set out")
+            sources += [source.model_copy(update={"set": name}) for source in used_sources(own)]
+    return used_sources(sources)
+
+
+if TYPE_CHECKING:
+    NewSources = list[SourceConfig]
+    OldSources = list[OldSource]
+else:
+    NewSources = Annotated[
+        Annotated[list[SourceConfig], Tag("tagged-list")]
+        | Annotated[dict[str, list[SourceConfig]], Tag("tagged-mapping")],
+        Discriminator(_kind_of_sources),
+        AfterValidator(_listed),
+    ]
+    OldSources = Annotated[
+        Annotated[list[OldSource], Tag("tagged-list")] | Annotated[dict[str, list[OldSource]], Tag("tagged-mapping")],
+        Discriminator(_kind_of_sources),
+        AfterValidator(_listed),
+    ]
+
+
+class WeightsConfig(Config):
+    """Weights of sources that follow from their sizes."""
+
+    temperature: float = Field(
+        gt=0, le=1, description="Each source has a share in proportion to its number of tokens to this power."
+    )
+
 
 class DataConfig(Config):
     """The texts of a run: the new ones that the model learns, and the old ones that it must not forget."""
 
-    new: list[SourceConfig] = Field([], description="Texts that the model learns.")
-    old: list[OldSource] = Field(
-        [], description="Texts like the backbone's training data; `self: true` lets the backbone sample them."
+    new: NewSources = Field([], description="Texts that the model learns, or sets of them by name.")
+    old: OldSources = Field(
+        [],
+        description="Texts like the backbone's training data, or sets of them by name; `self: true` lets the backbone "
+        "sample them.",
+    )
+    weights: WeightsConfig | None = Field(
+        None, description="`temperature: T` gives sources shares in proportion to tokens to the power of T."
     )
     replay_fraction: float = Field(0.1, ge=0, lt=1, description="Share of the rows that come from old; 0 ignores old.")
     old_objective: Literal["replay", "distil"] = Field(
@@ -296,6 +377,51 @@ class DataConfig(Config):
                 "a source of new is streaming, but near needs all new texts before training: set streaming to false, "
                 "or leave near out"
             )
+        yield from self._problems_of_weights()
+        yield from self._problems_of_sets()
+
+    def _problems_of_weights(self) -> Iterator[str]:
+        for name, sources in self.test.items():
+            if any(source.weight is not None or source.set is not None for source in sources):
+                yield (
+                    f"a source of the test text {name} has a weight or a set, which only training texts have: leave "
+                    "the key out"
+                )
+        if self.weights is None:
+            return
+        for source in (*self.new, *self.old):
+            if source.weight is not None:
+                yield (
+                    f"the source {source.name} has a weight, but weights.temperature sets the weights of all: leave "
+                    "out one of them"
+                )
+            if isinstance(source, SourceConfig) and source.streaming:
+                yield (
+                    f"weights.temperature needs the sizes of all sources, but {source.name} is streaming: set its "
+                    "streaming to false, or give each source a weight"
+                )
+
+    def _problems_of_sets(self) -> Iterator[str]:
+        for domain, sources in (("new", self.new), ("old", self.old)):
+            named = [source.set is not None for source in sources]
+            if any(named) and not all(named):
+                yield f"some sources of {domain} have a set and others have none: give every source a set, or none"
+        yield from self.sets.problems(self.test)
+
+    @property
+    def sets(self) -> TextSets:
+        """The names of the sets of new and old text."""
+        new = dict.fromkeys(source.set for source in self.new if source.set is not None)
+        old = dict.fromkeys(source.set for source in self.old if source.set is not None)
+        return TextSets(new=tuple(new), old=tuple(old))
+
+    @model_serializer(mode="wrap")
+    def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
+        """Serialize the config without `weights` where there are none, so that earlier runs keep keys."""
+        values = serialize(self)
+        if self.weights is None:
+            values.pop("weights", None)
+        return values
 
 
 def check_sources(config: DataConfig) -> None:

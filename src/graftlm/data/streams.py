@@ -6,6 +6,7 @@ import base64
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,23 @@ GROUP_CHARACTERS = 1 << 19
 STREAM_GROUP_CHARACTERS = 1 << 16
 
 
+@dataclass(frozen=True)
+class TextRead:
+    """How much of a source was read.
+
+    Attributes:
+        source: title of the source.
+        tokens: number of its tokens; of a stream, of those that were read so far.
+        passes: number of times that they were read; None for a stream that has not come to its end.
+        drawn: number of its tokens in the rows that were drawn, as often as they were drawn.
+    """
+
+    source: str
+    tokens: int
+    passes: float | None
+    drawn: float
+
+
 class RowPacker:
     """Pack documents into rows of tokens.
 
@@ -42,6 +60,7 @@ class RowPacker:
         chunks: number of chunks that were tokenized in this epoch.
         epoch: number of times that the documents were read to their end.
         tokens_by_source: number of tokens that were tokenized of each source, over all epochs.
+        epoch_tokens: number of tokens of all documents; None before they were read to their end.
         ignored_keys: number of messages with each key that the chat template does not read, and of conversations with
             each column beside them that is not read.
     """
@@ -62,6 +81,7 @@ class RowPacker:
         self.chunks = 0
         self.epoch = 0
         self.tokens_by_source: Counter[str] = Counter()
+        self.epoch_tokens: int | None = None
         self.ignored_keys: Counter[str] = Counter()
         self._open_documents = open_documents
         self._tokenizer = tokenizer
@@ -132,6 +152,8 @@ class RowPacker:
             return group
         if not self.chunks:
             raise DataError("The streaming source has no text: name a source with text that can be read repeatedly.")
+        if self.epoch == 0:
+            self.epoch_tokens = self.tokens_by_source.total()
         self.resume(self.tail, 0, self.epoch + 1)
         return self._next_group()
 
@@ -196,13 +218,20 @@ class StreamingBlocks:
         """Number of tokens that were read so far of each source, including those of rows in the buffer."""
         return self._packer.tokens_by_source
 
-    def take(self, first: int, count: int, key: tuple[int, int]) -> np.ndarray:
+    def text_read(self, rows: int) -> list[TextRead]:
+        """Return how much of each source was read; `rows`, the number of drawn rows, is known already."""
+        counts = self._packer.tokens_by_source
+        whole = self._packer.epoch_tokens
+        passes = None if whole is None else counts.total() / whole
+        return [TextRead(source, tokens, passes, drawn=tokens) for source, tokens in counts.items()]
+
+    def take(self, first: int, count: int, key: tuple[int, ...]) -> np.ndarray:
         """Draw the next `count` rows from the buffer.
 
         Args:
             first: number of the first row, from 0; it must be the number of rows drawn so far.
             count: number of rows to draw.
-            key: the seed and the domain, which determine the draws.
+            key: the seed, the domain and, of several sources, the number of the source, which determine the draws.
 
         Returns:
             Marked ids, int32, (count, length).
@@ -221,7 +250,7 @@ class StreamingBlocks:
         drawn = [self._draw(key) for _ in range(count)]
         return np.array(drawn, dtype=np.int32).reshape(count, self.length)
 
-    def _draw(self, key: tuple[int, int]) -> np.ndarray:
+    def _draw(self, key: tuple[int, ...]) -> np.ndarray:
         """Return a random row of the buffer, and replace it by the next row of the packer."""
         generator = np.random.Generator(np.random.Philox([*key, self._drawn]))
         position = generator.integers(self._buffer_rows)
@@ -239,6 +268,7 @@ class StreamingBlocks:
             "chunks": self._packer.chunks,
             "drawn": self._drawn,
             "tokens_by_source": dict(self._packer.tokens_by_source),
+            "epoch_tokens": self._packer.epoch_tokens,
             "tail": _encode_ids(self._packer.tail),
             "buffer": _encode_ids(self._buffer),
         }
@@ -269,6 +299,7 @@ class StreamingBlocks:
             epoch=int(state["epoch"]),
         )
         self._packer.tokens_by_source = Counter(state.get("tokens_by_source", {}))
+        self._packer.epoch_tokens = state.get("epoch_tokens")
         self._drawn = int(state["drawn"])
         self._buffer = buffer.reshape(-1, self.length)
 

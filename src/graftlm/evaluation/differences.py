@@ -13,7 +13,7 @@ from graftlm.evaluation.intervals import RESAMPLES, percentile_interval, resampl
 from graftlm.evaluation.results import Interval, Results
 
 WindowChanges: TypeAlias = Mapping[str, Mapping[str, Sequence[float]]]
-"""{metric: {"nats": [...], "tokens": [...]}}, one value for each window; see `graftlm.evaluation.strengths`."""
+"""{metric: {"nats": [...], "tokens": [...]}}, one value for each window; see `windows_of` in `strengths`."""
 
 
 class DifferenceValues(TypedDict):
@@ -71,7 +71,8 @@ def paired_differences(first: WindowChanges, second: WindowChanges) -> dict[str,
         tokens = np.array(windows["tokens"])
         nats = np.array(windows["nats"])
         other_nats = np.array(other["nats"])
-        samples, other_samples = resample_ratios([(nats, tokens), (other_nats, tokens)], RESAMPLES, seed=0)
+        strata = [int(count) for count in windows.get("strata", ())]
+        samples, other_samples = resample_ratios([(nats, tokens), (other_nats, tokens)], RESAMPLES, 0, strata)
         mean = float((nats.sum() - other_nats.sum()) / tokens.sum())
         differences[name] = percentile_interval(mean, samples - other_samples)
     return differences

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -17,6 +18,7 @@ from graftlm.data import Document, SourceConfig, build_documents
 from graftlm.data.conflicts import single_turn
 from graftlm.data.own_text import OwnText
 from graftlm.data.questions import read_questions, sample_questions
+from graftlm.data.text_sets import ONE_SET, TextSets
 from graftlm.errors import EvaluationError
 from graftlm.evaluation.chat_answers import (
     ChatAnswer,
@@ -139,6 +141,8 @@ class BackboneEvaluator:
         length: tokens per window.
         own_text: texts that the backbone sampled, for own_kl and chat_kl. Without texts, these are not measured.
         progress: whether to show progress bars.
+        sets: the named sets of new and old text, whose test sets give `learned_<set>` and `forgotten_<set>`; `learned`
+            and `forgotten` are then their means.
 
     Raises:
         BackboneError: the backbone has no tokenizer.
@@ -151,6 +155,7 @@ class BackboneEvaluator:
     length: int
     own_text: Sequence[OwnText] = ()
     progress: bool = False
+    sets: TextSets = ONE_SET
 
     def __post_init__(self) -> None:
         self.tokenizer = self.backbone.need_tokenizer()
@@ -239,7 +244,7 @@ class BackboneEvaluator:
             label: the backbone's name in tables.
             row_id: id of its row in the results.
         """
-        metrics: dict[str, Metric] = dict(learning_and_forgetting({}, self.backbone_scores))
+        metrics: dict[str, Metric] = dict(learning_and_forgetting({}, self.backbone_scores, self.sets))
         metrics.update(self._decode_speeds(self.backbone.model))
         metrics["total_parameters"] = count_parameters(self.backbone.model.parameters())
         for name, outcome in self.backbone_outcomes.items():
@@ -280,7 +285,7 @@ class BackboneEvaluator:
             details["own_text_counts"] = own_text_counts(self.own_text)
         if others:
             details["frozen_models"] = [self._measure_alone(row_id, name, other) for name, other in others.items()]
-        details["windows"] = windows_of(changes_by_window(self.backbone_scores, scores, own_scores))
+        details["windows"] = windows_of(changes_by_window(self.backbone_scores, scores, own_scores, self.sets))
         if self.evaluation.strengths:
             trained = self._strength_point(1.0, scores, own_scores)
             details["strengths"] = [*self._weaker_points(model, start or {}), trained]
@@ -302,6 +307,7 @@ class BackboneEvaluator:
                 length=self.length,
                 batch_size=self.evaluation.batch_size,
                 precision=self.evaluation.precision,
+                sets=self.sets,
             )
         except EvaluationError as error:
             found["problem"] = str(error)
@@ -323,7 +329,7 @@ class BackboneEvaluator:
         return observe(model, self.backbone, self.tests.get(name, ()), self.length)
 
     def _text_metrics(self, scores: Mapping[str, Scores], own_scores: Scores | None) -> dict[str, Interval]:
-        metrics = learning_and_forgetting(self.backbone_scores, scores)
+        metrics = learning_and_forgetting(self.backbone_scores, scores, self.sets)
         if own_scores is not None:
             metrics.update(own_text_metrics(own_scores, self.own_text))
         return metrics
@@ -344,7 +350,7 @@ class BackboneEvaluator:
         self, strength: float, scores: Mapping[str, Scores], own_scores: Scores | None
     ) -> dict[str, object]:
         metrics = self._text_metrics(scores, own_scores)
-        changes = changes_by_window(self.backbone_scores, scores, own_scores)
+        changes = changes_by_window(self.backbone_scores, scores, own_scores, self.sets)
         return strength_point(strength, metrics, changes)
 
     def _details(
@@ -359,6 +365,8 @@ class BackboneEvaluator:
             details["scored_text"] = {name: scored_parts(scores[name], self.tests[name]) for name in scores}
         if statistics:
             details["statistics"] = dict(statistics)
+        if self.sets.are_named:
+            details["text_sets"] = {"new": list(self.sets.new), "old": list(self.sets.old)}
         if outcomes:
             details["tasks"] = {name: outcome.describe(self.tasks[name]) for name, outcome in outcomes.items()}
         return details
@@ -368,7 +376,7 @@ class BackboneEvaluator:
         check_length(model, self.length)
         scores = {}
         for name, documents in self.tests.items():
-            reference = self.backbone.bare_model if divergence and name == NEW_SET else None
+            reference = self.backbone.bare_model if divergence and self.sets.is_new(name) else None
             windows = limited_windows(self.tokenizer, documents, self.length, self.evaluation.limit_tokens)
             scores[name] = self._score_windows(model, list(windows), reference, f"scoring {name}")
         return scores
@@ -418,8 +426,9 @@ class BackboneEvaluator:
             return {}
         speeds = {}
         for name in (OLD_SET, NEW_SET):
-            if name in self.tests:
-                prompts = prompts_of(self.tests[name], count)
+            texts = [self.tests[each] for each in self.sets.of_domain(name, self.tests)]
+            if texts:
+                prompts = prompts_of(list(chain.from_iterable(texts)), count)
                 speed = decode_speed(model, self.tokenizer, prompts, self.evaluation.decode_tokens)
                 speeds[f"decode_{name}_tokens_per_s"] = speed
         return speeds

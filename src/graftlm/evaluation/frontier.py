@@ -166,16 +166,17 @@ def _resampling_weights(
     name: str, windows: Sequence[Mapping[str, Mapping[str, Sequence[int]]]], seed: int
 ) -> np.ndarray:
     """Return how often each resample draws each window, (1 + resamples, windows); the first row draws all once."""
-    tokens = {tuple(each[name]["tokens"]) for each in windows}
+    tokens = {(tuple(each[name]["tokens"]), tuple(each[name].get("strata", ()))) for each in windows}
     if len(tokens) > 1:
         raise EvaluationError(f"The points of {name} come from different windows: measure all of them on one text.")
-    (of_each_window,) = tokens
-    count = len(of_each_window)
+    ((of_each_window, strata),) = tokens
     generator = np.random.default_rng(seed)
-    probabilities = np.full(count, 1 / count)
-    drawn = generator.multinomial(count, probabilities, RESAMPLES)
-    sample_itself = np.ones((1, count))
-    return np.concatenate([sample_itself, drawn])
+    drawn = []
+    for count in strata or (len(of_each_window),):  # the windows of each set of a mean by themselves
+        probabilities = np.full(count, 1 / count)
+        drawn.append(generator.multinomial(count, probabilities, RESAMPLES))
+    sample_itself = np.ones((1, len(of_each_window)))
+    return np.concatenate([sample_itself, np.concatenate(drawn, axis=1)])
 
 
 def _first_crossing(learned: np.ndarray, loss: np.ndarray, level: float) -> np.ndarray:

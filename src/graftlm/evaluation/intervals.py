@@ -72,13 +72,17 @@ def _including_mean(mean: float, low: float, high: float) -> Interval:
     return Interval(mean=mean, low=min(low, mean), high=max(high, mean))
 
 
-def resample_ratios(ratios: Sequence[tuple[np.ndarray, np.ndarray]], resamples: int, seed: int) -> list[np.ndarray]:
+def resample_ratios(
+    ratios: Sequence[tuple[np.ndarray, np.ndarray]], resamples: int, seed: int, strata: Sequence[int] = ()
+) -> list[np.ndarray]:
     """Draw bootstrap samples of ratios of sums over units, such as windows of text.
 
     Args:
         ratios: for each ratio the numerators and the denominators, (units,); all have the same units.
         resamples: number of samples.
         seed: seed of the draws.
+        strata: the number of units of each group that is resampled by itself, such as the windows of a set of texts, in
+            the order of the units; without groups all units are resampled together.
 
     Returns:
         For each ratio its samples, (resamples,). A sample draws the same units for all ratios. It is NaN where the
@@ -88,13 +92,15 @@ def resample_ratios(ratios: Sequence[tuple[np.ndarray, np.ndarray]], resamples: 
     for numerators, denominators in ratios:
         columns += [numerators, denominators]
     table = np.stack(columns, axis=1).astype(np.float64)
-    if len(table) > _MAX_UNITS:
-        table = _in_runs(table)
-    units = len(table)
     generator = np.random.default_rng(seed)
-    probabilities = np.full(units, 1 / units)
-    draws = generator.multinomial(units, probabilities, size=resamples)
-    sums = draws @ table  # (resamples, 2 x ratios)
+    sums = np.zeros((resamples, len(columns)))  # (resamples, 2 x ratios)
+    for group in np.split(table, np.cumsum(strata[:-1], dtype=np.int64)):
+        if len(group) > _MAX_UNITS:
+            group = _in_runs(group)
+        units = len(group)
+        probabilities = np.full(units, 1 / units)
+        draws = generator.multinomial(units, probabilities, size=resamples)
+        sums += draws @ group
     samples = []
     # A sample may contain only windows without bytes; the quantiles leave it out.
     with np.errstate(invalid="ignore", divide="ignore"):

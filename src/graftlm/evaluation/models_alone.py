@@ -9,6 +9,7 @@ import numpy as np
 
 from graftlm.backbone import Backbone
 from graftlm.data import Document
+from graftlm.data.text_sets import ONE_SET, TextSets
 from graftlm.errors import EvaluationError
 from graftlm.evaluation.audit.differences import tokenizer_difference
 from graftlm.evaluation.cost import count_parameters
@@ -29,6 +30,7 @@ def measure_alone(
     length: int,
     batch_size: int,
     precision: Precision,
+    sets: TextSets = ONE_SET,
 ) -> dict[str, Metric]:
     """Measure a model on the text on which a backbone was measured.
 
@@ -40,6 +42,7 @@ def measure_alone(
         length: maximum number of tokens of a window.
         batch_size: windows per forward pass.
         precision: see `score`.
+        sets: the names of the sets of new and old text.
 
     Returns:
         The number of parameters and the metrics of the sets. If the tokenizers differ, these are bits per byte only,
@@ -66,7 +69,7 @@ def measure_alone(
             limit_tokens=int(backbone_scores[name].tokens.sum()) if same_tokens else None,
         )
     if same_tokens:
-        metrics.update(learning_and_forgetting(backbone_scores, scores))
+        metrics.update(learning_and_forgetting(backbone_scores, scores, sets))
     else:
         for name, of_set in scores.items():
             metrics[f"{name}_bpb"] = of_set.interval("bits_per_byte")

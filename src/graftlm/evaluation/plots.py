@@ -71,6 +71,39 @@ def learn_against_forget(rows: Sequence[Row]) -> Figure:
     return _with_legend(figure, axes)
 
 
+def by_set(rows: Sequence[Row], changes: Sequence[str]) -> Figure:
+    """Draw what rows learned and forgot of each named set of texts.
+
+    Args:
+        rows: the rows; those without any of the metrics are left out.
+        changes: metrics such as `learned_da` and `forgotten_wiki`, from left to right.
+    """
+    figure, axes = _figure("Learned and forgotten by set", x_label="", y_label="nats per token")
+    axes.axhline(0, color=_GREY, linewidth=0.9, zorder=1)
+    measured = [row for row in rows if any(change in row.metrics for change in changes)]
+    for index, row in enumerate(measured):
+        shift = 0.6 * ((index + 0.5) / len(measured) - 0.5)  # so that intervals do not cover each other
+        label = row.label
+        for place, change in enumerate(changes):
+            metric = row.metrics.get(change)
+            if metric is None:
+                continue
+            axes.errorbar(
+                place + shift,
+                value_of(metric),
+                yerr=_errors(metric),
+                label=label,
+                elinewidth=1.3,
+                capsize=2.5,
+                markersize=6.5,
+                linestyle="none",
+                **_style(index),
+            )
+            label = "_"  # One entry of the legend per row.
+    axes.set_xticks(range(len(changes)), [change.replace("_", "\n", 1) for change in changes])
+    return _with_legend(figure, axes)
+
+
 def frontier_curves(paths: Mapping[str, Sequence[Sequence[Sequence[float]]]], name: str) -> Figure:
     """Draw what each method loses while it learns, in nats per token; down and right is better.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias, cast
 
+from graftlm.data.text_sets import TextSets
 from graftlm.evaluation.measurement import FrozenModel
 from graftlm.evaluation.metric_text import SPEEDS, format_value
 from graftlm.evaluation.results import Results
@@ -20,6 +21,14 @@ def scored_text(results: Results) -> ScoredParts:
     """Return what was scored of each test set, which is the same for all rows; empty without test sets."""
     by_row = cast("Mapping[str, ScoredParts]", results.details.get("scored_text") or {})
     return next(iter(by_row.values()), {})
+
+
+def text_sets(results: Results) -> TextSets:
+    """Return the names of the sets of new and old text of all rows."""
+    found = cast("dict[str, dict[str, list[str]]]", results.details.get("text_sets") or {})
+    new = dict.fromkeys(name for sets in found.values() for name in sets["new"])
+    old = dict.fromkeys(name for sets in found.values() for name in sets["old"])
+    return TextSets(new=tuple(new), old=tuple(old))
 
 
 def remarks(results: Results) -> list[str]:
@@ -87,9 +96,11 @@ def _about_gates(results: Results) -> Iterator[str]:
     statistics = cast(
         "Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]", results.details.get("statistics") or {}
     )
+    sets = text_sets(results)
     for row in results.rows:
         of_row = statistics.get(row.id) or {}
-        shares = (of_row.get("open_share") or {}).get("old")
+        by_set = of_row.get("open_share") or {}
+        shares = [share for name in sets.of_domain("old", by_set) for share in by_set[name]]
         if shares and sum(shares) / len(shares) >= _ALL:
             share = sum(shares) / len(shares)
             yield (

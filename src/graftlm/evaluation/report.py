@@ -6,6 +6,7 @@
     losses       {row id: [[step, loss], ...]}
     trained      {row id: `TrainingDetails`}
     scored_text  {row id: {test set: [source, see `scored_parts`]}}
+    text_sets    {row id: {"new": [name of a set], "old": [name of a set]}}, if sets have names
     own_text_counts, asked_questions, frozen_models, method_differences: see `remarks` and `differences`
 """
 
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graftlm.errors import DataError
+from graftlm.evaluation.remarks import text_sets
 from graftlm.evaluation.report_tables import render_markdown
 from graftlm.evaluation.results import FILE_NAME, Results
+from graftlm.evaluation.scores import difference_name
 from graftlm.files.writing import write_atomically
 
 if TYPE_CHECKING:
@@ -67,6 +70,10 @@ def _draw_figures(results: Results) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
     if any({"learned", "forgotten"} <= row.metrics.keys() for row in methods):
         figures["learn-against-forget"] = plots.learn_against_forget(methods)
+    sets = text_sets(results)
+    changes = [difference_name(name, sets) for name in (*sets.new, *sets.old)] if sets.are_named else []
+    if any(change in row.metrics for row in methods for change in changes):
+        figures["by-set"] = plots.by_set(methods, changes)
     for row_id, value in _mapping(results.details.get("statistics"), "statistics").items():
         statistics = _mapping(value, f"statistics.{row_id}")
         label = labels.get(row_id, row_id)

@@ -22,8 +22,9 @@ from graftlm.evaluation.metric_text import (
     present_metrics,
 )
 from graftlm.evaluation.origin import Machine
-from graftlm.evaluation.remarks import remarks, scored_text
+from graftlm.evaluation.remarks import remarks, scored_text, text_sets
 from graftlm.evaluation.results import Metric, Results
+from graftlm.evaluation.scores import difference_name
 from graftlm.evaluation.taught_answers import reported_wrong_answers
 
 _NATS = ("old", "forgotten", "new", "learned")
@@ -35,6 +36,7 @@ _SHORT_COLUMNS = {  # column head: metrics
     "peak memory": ("peak_memory_bytes",),
 }
 _MET = {True: "yes", False: "no", None: "not measured"}
+_MEANS_NOTE = "Nats per token. Old, forgotten, new and learned above are means over the sets, with equal shares."
 _NOTE = (
     "Old and new: nats per token. Forgotten: the loss on the old domain minus the backbone's. Learned: the backbone's "
     "loss on the new domain minus the method's. Own KL, chat KL, new KL: divergence from the backbone on text and "
@@ -55,6 +57,7 @@ def render_markdown(results: Results, pictures: Sequence[str] = ()) -> str:
         f"`{results.command}`",
         f"Seeds {seeds}; {_describe(results.machine)}; commit {results.commit or 'unknown'}.",
         *_measured_sections(results),
+        _sets_section(results),
         "\n".join(f"- {remark}" for remark in remarks(results)),
         _differences_section(results),
         _training_section(results),
@@ -89,8 +92,33 @@ def _measured_sections(results: Results) -> list[str]:
         cells += [_short_cell(row.metrics, names) for names in _SHORT_COLUMNS.values()]
         rows.append(cells)
     table = _section("Learned and forgotten", ["method", *_NATS, *_SHORT_COLUMNS], rows)
-    further = [name for name in present if name not in USUAL_METRICS]
+    in_sets = _metrics_of_sets(results)
+    further = [name for name in present if name not in USUAL_METRICS and name not in in_sets]
     return [f"{table}\n\n{_NOTE}", _metrics_table("Further measurements", results, further)]
+
+
+def _metrics_of_sets(results: Results) -> dict[str, list[str]]:
+    """Return {metric: cells before its value} of each named set: its loss, and what was learned or forgotten of it."""
+    sets = text_sets(results)
+    metrics: dict[str, list[str]] = {}
+    for name in (*sets.new, *sets.old):
+        change = difference_name(name, sets)
+        metrics[change] = [name, "forgotten" if sets.is_old(name) else "learned"]
+        metrics[name] = [name, "loss"]
+        metrics[f"{name}_bpb"] = [name, "bits per byte"]
+        metrics[f"{name}_kl"] = [name, "KL"]
+    present = present_metrics(results)
+    return {metric: cells for metric, cells in metrics.items() if metric in present}
+
+
+def _sets_section(results: Results) -> str:
+    """Return what was learned and forgotten of each named set."""
+    rows = []
+    for metric, cells in _metrics_of_sets(results).items():
+        rows.append([*cells, *(format_metric(metric, row.metrics.get(metric)) for row in results.rows)])
+    labels = [row.label for row in results.rows]
+    table = _section("Learned and forgotten by set", ["set", "measured", *labels], rows)
+    return f"{table}\n\n{_MEANS_NOTE}" if table else ""
 
 
 def _short_cell(metrics: Mapping[str, Metric], names: Sequence[str]) -> str:
@@ -132,17 +160,22 @@ def _training_section(results: Results) -> str:
         if not training:
             continue
         numbers = [f"{training['learning_rate']:g}", f"{training['steps']:,}", f"{training['rows_per_step']:,}"]
-        rows.append([row.label, *numbers, "; ".join(_read_text(source) for source in training["read"]) or ABSENT])
+        read = training["read"]
+        domains = [source["domain"] for source in read]
+        texts = [_read_text(source, is_alone=domains.count(source["domain"]) == 1) for source in read]
+        rows.append([row.label, *numbers, "; ".join(texts) or ABSENT])
     return _section("Training", ["method", "learning rate", "steps", "rows per step", "text read"], rows)
 
 
-def _read_text(source: SourceRead) -> str:
-    """Return how much of a source was read, as in `new: 1,000 tokens of da.txt, 2.5 times`."""
+def _read_text(source: SourceRead, *, is_alone: bool) -> str:
+    """Return how much of a source was read, as in `new: 1,000 tokens of da.txt, 2.5 times, 50.0% of the new text`."""
     text = f"{source['domain']}: {source['tokens']:,} tokens"
     if source["source"]:
         text += f" of {source['source']}"
     if "passes" in source:
         text += f", {source['passes']:.3g} times"
+    if "share" in source and not is_alone:
+        text += f", {source['share']:.1%} of the {source['domain']} text"
     return text
 
 

@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import max_sequence_length
 from graftlm.data import Document
+from graftlm.data.text_sets import ONE_SET, TextSets
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.inference import LanguageModel, Precision, autocast, evaluation_mode
 from graftlm.evaluation.intervals import RESAMPLES, percentile_interval, resample_ratios
@@ -197,16 +198,67 @@ def _size(scores: Scores) -> str:
     return f"windows: {len(scores.tokens)}, tokens: {scores.tokens.sum()}, bytes: {scores.bytes.sum()}"
 
 
-def learning_and_forgetting(backbone: Mapping[str, Scores], method: Mapping[str, Scores]) -> dict[str, Interval]:
+def with_equal_shares(
+    fractions: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+    """Return one fraction whose value is the mean of those of several sets.
+
+    Args:
+        fractions: the numerators and the denominators in each window of a set, (windows,) each.
+
+    Returns:
+        The numerators and the denominators of all windows, over the sum of their set's denominators, and the number of
+        windows of each set, which are resampled by themselves.
+    """
+    numerators = np.concatenate([numerator / denominator.sum() for numerator, denominator in fractions])
+    denominators = np.concatenate([denominator / denominator.sum() for _, denominator in fractions])
+    return numerators, denominators, tuple(len(numerator) for numerator, _ in fractions)
+
+
+def mean_of_sets(sets: Sequence[Scores], metric: MetricName = "nats_per_token") -> Interval:
+    """Return the mean of a metric over sets of texts, with its 95% bootstrap interval over the windows of each set.
+
+    Args:
+        sets: the scores of each set.
+        metric: the metric, see `Scores.value`.
+    """
+    numerators, denominators, windows = with_equal_shares([scores.fraction(metric) for scores in sets])
+    (samples,) = resample_ratios([(numerators, denominators)], RESAMPLES, 0, windows)
+    return percentile_interval(float(numerators.sum() / denominators.sum()), samples)
+
+
+def mean_difference(a: Sequence[Scores], b: Sequence[Scores]) -> Interval:
+    """Return the mean over sets of `a`'s nats per token minus `b`'s, with a paired interval.
+
+    Args:
+        a: the scores of each set from which the others are subtracted.
+        b: the scores of another model on the same windows.
+    """
+    numerators_a, denominators, windows = with_equal_shares([scores.fraction("nats_per_token") for scores in a])
+    numerators_b, _, _ = with_equal_shares([scores.fraction("nats_per_token") for scores in b])
+    pair = [(numerators_a, denominators), (numerators_b, denominators)]
+    samples_a, samples_b = resample_ratios(pair, RESAMPLES, 0, windows)
+    mean = (numerators_a.sum() - numerators_b.sum()) / denominators.sum()
+    return percentile_interval(float(mean), samples_a - samples_b)
+
+
+def learning_and_forgetting(
+    backbone: Mapping[str, Scores], method: Mapping[str, Scores], sets: TextSets = ONE_SET
+) -> dict[str, Interval]:
     """Return a method's metrics relative to its backbone.
 
         learned       = backbone's new - method's new
         forgotten     = method's old - backbone's old
         learned_<set> = backbone's <set> - method's <set>, for sets of other names      (nats per token)
 
+    Of named sets, `new`, `old`, `learned` and `forgotten` are means over those of each, with equal shares of the sets:
+
+        forgotten_<set> = method's <set> - backbone's <set>, for sets of old text
+
     Args:
         backbone: the backbone's scores by evaluation set: "old", "new" and others.
         method: the method's scores by evaluation set.
+        sets: the names of the sets of new and old text.
 
     Returns:
         `<set>` and `<set>_bpb` for each set of `method`, `<set>_kl` where it was scored with a reference, and the
@@ -222,11 +274,42 @@ def learning_and_forgetting(backbone: Mapping[str, Scores], method: Mapping[str,
         if scores.kl is not None:
             metrics[f"{name}_kl"] = scores.interval("kl_per_token")
     for name in [name for name in method if name in backbone]:
-        if name == "old":
-            metrics["forgotten"] = paired_difference(method[name], backbone[name])
+        if sets.is_old(name):
+            metrics[difference_name(name, sets)] = paired_difference(method[name], backbone[name])
         else:
-            metrics[learned_name(name)] = paired_difference(backbone[name], method[name])
+            metrics[difference_name(name, sets)] = paired_difference(backbone[name], method[name])
+    if sets.new:
+        metrics.update(_means("new", sets.of_domain("new", method), backbone, method))
+    if sets.old:
+        metrics.update(_means("old", sets.of_domain("old", method), backbone, method))
     return metrics
+
+
+def _means(
+    domain: str, names: Sequence[str], backbone: Mapping[str, Scores], method: Mapping[str, Scores]
+) -> dict[str, Interval]:
+    """Return the means over the sets of a domain, `new` or `old`; empty without sets."""
+    if not names:
+        return {}
+    scores = [method[name] for name in names]
+    metrics = {domain: mean_of_sets(scores), f"{domain}_bpb": mean_of_sets(scores, "bits_per_byte")}
+    if all(each.kl is not None for each in scores):
+        metrics[f"{domain}_kl"] = mean_of_sets(scores, "kl_per_token")
+    if not all(name in backbone for name in names):
+        return metrics
+    before = [backbone[name] for name in names]
+    if domain == "old":
+        metrics["forgotten"] = mean_difference(scores, before)
+    else:
+        metrics["learned"] = mean_difference(before, scores)
+    return metrics
+
+
+def difference_name(text_set: str, sets: TextSets) -> str:
+    """Return the name of the metric that compares a method's loss on a test set with the backbone's."""
+    if not sets.is_old(text_set):
+        return learned_name(text_set)
+    return f"forgotten_{text_set}" if sets.old else "forgotten"
 
 
 def learned_name(text_set: str) -> str:

@@ -170,11 +170,12 @@ class Recipe(TextRecipe):
         Raises:
             RecipeError: the recipe lacks the test texts old or new, or strengths do not fit its training section.
         """
-        missing = [name for name in (OLD_SET, NEW_SET) if name not in self.data.test]
+        sets = self.data.sets
+        missing = [name for name in (OLD_SET, NEW_SET) if not sets.of_domain(name, self.data.test)]
         if missing:
             raise RecipeError(
                 f"data.test has no texts {' and '.join(missing)}, but a frontier compares what was learned of new text "
-                "with what was forgotten of old text: name test texts old and new."
+                "with what was forgotten of old text: name test texts old and new, or after named sets of each."
             )
         evaluation = self.evaluation.model_copy(update={"strengths": self.frontier.strengths or [1.0]})
         # Parsed again, since strengths do not fit every training section.
@@ -249,6 +250,11 @@ def _check_stream(training: TrainingConfig, data: DataConfig) -> None:
         raise ValueError(
             "data.stream continues each row from the cache of the previous step, which needs joined boundaries, no "
             f"replay and no gradient checkpointing: set {', '.join(changes)}, or set data.stream to false"
+        )
+    if data.weights is not None or any(source.weight is not None for source in data.new):
+        raise ValueError(
+            "data.stream reads each text in its order, so its sources have no weights: leave them out, or set "
+            "data.stream to false"
         )
     for source in data.new:
         if source.streaming:

@@ -99,6 +99,8 @@ class GraftRun(TrainingRun):
         if self.graft is None:
             data = settings["data"]
             settings["data"] = {"test": data["test"], "length": data["length"]}
+            if self.data.sets.are_named:
+                settings["data"]["sets"] = [list(self.data.sets.new), list(self.data.sets.old)]
             del settings["training"]
         return settings
 
@@ -176,6 +178,7 @@ class GraftRun(TrainingRun):
             self.evaluation.model_dump_json(),
             self._scored_length,
             own_text,
+            self.data.sets,
         )
 
     def measure(self, context: RunContext) -> Measurement:
@@ -341,7 +344,7 @@ class GraftRun(TrainingRun):
         """Read the run's texts, including sampled ones, into batches."""
         tokenizer = backbone.need_tokenizer()
         files = [dependencies[run.id] / SAMPLES for run in self._old_samples()]
-        own_text = [marked_ids(sample) for file in files for sample in read_own_text(file)]
+        own_text = [[marked_ids(sample) for sample in read_own_text(file)] for file in files]
         if not self.data.stream:
             return build_mixture(self.data, tokenizer, self.training.batch_size, own_text)
         blocks = build_blocks(self.data.new, self.data, tokenizer)

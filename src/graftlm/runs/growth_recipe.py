@@ -75,6 +75,8 @@ class GrowthRecipe(TextRecipe):
             yield f"{where} has no steps: set training.steps"
         if not stage.data.new:
             yield f"{where} has no new text: name some under its data.new"
+        if stage.data.sets.are_named:
+            yield f"{where} has named sets of texts, but stages have names already: list the sources without sets"
         if stage.graft.needs_tasks:
             yield (
                 f"{where} has a graft of the kind {stage.graft.kind}, which learns tasks, but stages have text: choose "

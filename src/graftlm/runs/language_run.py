@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from graftlm.backbone import fingerprint
@@ -17,7 +17,7 @@ from graftlm.backbone.backbone import move
 from graftlm.config import Config
 from graftlm.data import DataConfig, Document, Mixture, SourceConfig, TokenBlocks, build_mixture
 from graftlm.data.mixture import build_blocks
-from graftlm.data.sources import read_documents
+from graftlm.data.sources import read_documents, used_sources
 from graftlm.evaluation import Interval, Metric, Results, Row, Scores, score
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.evaluator import load_tests
@@ -55,7 +55,9 @@ class TokenizerConfig(Config):
 class LanguageDataConfig(Config):
     """Training and test texts of a language model."""
 
-    train: list[SourceConfig] = Field(min_length=1, description="Training texts.")
+    train: Annotated[list[SourceConfig], AfterValidator(used_sources)] = Field(
+        min_length=1, description="Training texts."
+    )
     test: dict[str, list[SourceConfig]] = Field({}, description="Test texts by name, disjoint from the training texts.")
     length: int = Field(1024, ge=3, description="Tokens per row.")
     boundaries: Literal["joined", "separate", "whole"] = Field(
@@ -76,6 +78,10 @@ class LanguageDataConfig(Config):
             yield "a stream joins its documents: set boundaries to joined, or stream to false"
         if self.stream and any(source.streaming for source in self.train):
             yield "a stream is cut from text in memory: set streaming or stream to false"
+        if self.stream and any(source.weight is not None for source in self.train):
+            yield "a stream reads each text in its order, so its sources have no weights: leave them out"
+        if any(source.set is not None for source in self.train):
+            yield "the training texts of a language model have no named sets: leave the key set out"
 
     def packed(self) -> DataConfig:
         """Return these texts as the data section of a recipe of grafts, with no old text."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torch import nn
 
 from graftlm.config import Config
-from graftlm.data.mixture import Batches, Mixture, TokenBlocks
+from graftlm.data.mixture import Batches, MemoryBlocks, Mixture
 from graftlm.data.rows import DOMAIN_NAMES, NEW
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
@@ -302,7 +302,7 @@ def _notes_on_targets(batches: Batches) -> Iterator[str]:
     """Yield what the user should know about rows in memory that have no token to predict."""
     domains = batches.domains if isinstance(batches, Mixture) else {}
     for domain, rows in domains.items():
-        if not isinstance(rows, TokenBlocks):
+        if not isinstance(rows, MemoryBlocks):
             continue
         without = rows.without_target()
         if without:
@@ -313,9 +313,9 @@ def _notes_on_targets(batches: Batches) -> Iterator[str]:
 
 
 def _steps_of(batches: Batches, epochs: float) -> int:
-    """Return the number of steps that read every new row `epochs` times, rounded up."""
+    """Return the number of steps that read as many new rows as there are, `epochs` times, rounded up."""
     rows = batches.domains.get(NEW) if isinstance(batches, Mixture) else None
-    if not isinstance(batches, Mixture) or not isinstance(rows, TokenBlocks):
+    if not isinstance(batches, Mixture) or not isinstance(rows, MemoryBlocks):
         raise RecipeError(
             "training.epochs counts passes over new text in memory, but the rows of this run are streamed or drawn "
             "from tasks: set training.steps instead."

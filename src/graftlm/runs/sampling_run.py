@@ -55,9 +55,10 @@ class SamplingRun(Run):
             length: maximum number of tokens of a text if the source has no length.
             new: the sources of the new text; they are used only if `source.near` is set.
         """
-        source = source.model_copy(update={"length": source.length or length})
+        no_part = {"weight": None, "set": None}  # of the mixture, which does not change what is sampled
+        source = source.model_copy(update={"length": source.length or length, **no_part})
         settings: list[object] = [backbone.model_dump(mode="json"), source.model_dump(mode="json")]
-        near = list(new) if source.near is not None else []
+        near = [config.model_copy(update=no_part) for config in new] if source.near is not None else []
         if near:
             settings.append([config.model_dump(mode="json") for config in near])
         return cls(

@@ -12,6 +12,7 @@ from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, Mixture
 from graftlm.data.own_text import read_own_text
+from graftlm.data.text_sets import TextSets
 from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig, load_tests
 
 BatchesKey: TypeAlias = tuple[BackboneConfig, str, int]
@@ -38,6 +39,7 @@ def load_shared_evaluator(
     evaluation: str,
     length: int,
     own_text: Path | None,
+    sets: TextSets,
 ) -> BackboneEvaluator:
     """Return the evaluator of a backbone, which the runs of one process share; the last two are kept.
 
@@ -47,6 +49,7 @@ def load_shared_evaluator(
         evaluation: an `EvaluationConfig` as JSON.
         length: tokens per window.
         own_text: file of the texts that the backbone sampled; None measures no divergence on them.
+        sets: the named sets of new and old text.
 
     Raises:
         GraftError: the backbone, the test texts, the tasks or the sampled texts can't be read.
@@ -54,7 +57,7 @@ def load_shared_evaluator(
     sources = DataConfig.model_validate_json(tests).test
     settings = EvaluationConfig.model_validate_json(evaluation)
     samples = [] if own_text is None else read_own_text(own_text)
-    return BackboneEvaluator(load_shared(backbone), load_tests(sources), settings, length, samples)
+    return BackboneEvaluator(load_shared(backbone), load_tests(sources), settings, length, samples, sets=sets)
 
 
 def shared_batches(key: BatchesKey, build: Callable[[], Mixture]) -> Mixture:

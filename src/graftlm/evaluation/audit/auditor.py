@@ -31,7 +31,7 @@ from graftlm.evaluation.kept_answers import AnswerPair, answer_metrics, compare_
 from graftlm.evaluation.remarks import fewer_questions
 from graftlm.evaluation.results import Aim, Interval, Metric, Results, Row, value_of
 from graftlm.evaluation.scored_text import scored_parts
-from graftlm.evaluation.scores import Scores, paired_difference, score
+from graftlm.evaluation.scores import Scores, mean_difference, paired_difference, score
 from graftlm.evaluation.tasks import Task, measure_task, read_task
 from graftlm.evaluation.windows import Window, limited_windows, own_windows
 from graftlm.files.digests import by_content, digest
@@ -41,8 +41,9 @@ _OWN_METRICS = ("own_kl", "chat_kl", "changed_tokens")
 _ANSWER_METRICS = ("stops_lost", "keeps_template_lost", "same_language_lost")
 _SPILL = "spill"
 _TEXT_METRICS = ("lost", "kl", "changed_tokens")
+_MEAN_LOST = "texts_lost"  # of several texts
 # Names of texts that would give the metrics of a text the names of other metrics.
-_TAKEN_NAMES = {"own", "chat", "changed", "stops", "keeps_template", "same_language", "kept_answers", _SPILL}
+_TAKEN_NAMES = {"own", "chat", "changed", "stops", "keeps_template", "same_language", "kept_answers", "texts", _SPILL}
 
 _NO_QUESTIONS = "No questions were asked, since tokens is 0 and none were named (--prompts)."
 _REMEDIES: dict[Change, str] = {
@@ -141,6 +142,8 @@ def _budget_metrics(names: Mapping[str, object], config: AuditConfig) -> list[st
             metrics.append(_SPILL)
     for name in names:
         metrics += [f"{name}_{metric}" for metric in _TEXT_METRICS]
+    if len(names) > 1:
+        metrics.append(_MEAN_LOST)
     for name, task in config.examples.items():
         metrics.append(f"{name}_{task.metric}_lost")
     return metrics
@@ -286,6 +289,8 @@ class _Auditor:
         return compared
 
     def _compare_texts(self) -> None:
+        before: list[Scores] = []
+        after: list[Scores] = []
         for name, documents in self.documents.items():
             windows = limited_windows(self.base.tokenizer, documents, self.config.length, self.config.limit_tokens)
             compared = self._compare(name, list(windows), f"comparing on {name}")
@@ -299,6 +304,10 @@ class _Auditor:
             self.tuned_metrics[f"{name}_lost"] = paired_difference(tuned_scores, base_scores)
             self.tuned_metrics[f"{name}_kl"] = tuned_scores.interval("kl_per_token")
             self.tuned_metrics[f"{name}_changed_tokens"] = changed_tokens(compared)
+            before.append(base_scores)
+            after.append(tuned_scores)
+        if len(after) > 1:
+            self.tuned_metrics[_MEAN_LOST] = mean_difference(after, before)
 
     def _keep_scored(self, name: str, scores: Scores, documents: Sequence[str | Document]) -> None:
         """Keep what was scored of a text, for the report."""
