@@ -19,3 +19,4 @@ from graftlm.grafts.base import (
     Traceable,
 )
 from graftlm.grafts.registry import build_graft, default_config, graft_class, graft_config, kinds, register_graft
+from graftlm.grafts.sizes import HasSizes, Sizes

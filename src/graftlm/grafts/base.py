@@ -14,6 +14,7 @@ A method subclasses `Graft`. Abilities that only some methods have are mix-ins, 
     ChoosesByPrompt  acts as one of several LoRA adapters, which the prompt determines
     ReadsPeft        accepts PEFT adapters without conversion
     HasTensors       saves tensors that differ from its `state_dict`
+    HasSizes         has a size that can be chosen by a number of parameters (`graftlm.grafts.sizes`)
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import ClassVar, Literal, cast
 
 import torch
@@ -16,7 +17,11 @@ from graftlm.backbone import Backbone
 from graftlm.grafts.base import Exportable, GraftConfig
 from graftlm.grafts.baselines.peft_config import PeftGraftConfig
 from graftlm.grafts.baselines.peft_graft import PeftGraft, default_targets
+from graftlm.grafts.sizes import Sizes
 from graftlm.grafts.trained_copy import TrainsCopy
+
+_LARGEST = 4
+"""The largest capacity."""
 
 
 class LoRABaselineConfig(GraftConfig):
@@ -47,6 +52,17 @@ class LoRABaseline(PeftGraft):
 
     Config: ClassVar[type[GraftConfig]] = LoRABaselineConfig
     label = "LoRA on the FFN"
+    size_keys: ClassVar[Mapping[str, int]] = {"rank": 1}
+
+    @classmethod
+    def sizes(cls, config: GraftConfig, backbone: Backbone) -> Sizes:
+        per_rank = _weights_per_rank(backbone)
+        return Sizes(
+            key="rank",
+            values=range(1, 2 + _LARGEST * backbone.parameter_count // per_rank),
+            parameters=lambda rank: per_rank * rank,
+            config=lambda rank: config.model_copy(update={"rank": rank}),
+        )
 
     def _peft_config(self, backbone: Backbone) -> PeftConfig:
         config = cast("LoRABaselineConfig", self.config)
@@ -72,14 +88,19 @@ def rank_for(capacity: float, backbone: Backbone) -> int:
     Returns:
         The nearest rank that is at least 1.
     """
+    weights = capacity * backbone.parameter_count
+    return max(1, round(weights / _weights_per_rank(backbone)))
+
+
+def _weights_per_rank(backbone: Backbone) -> int:
+    """Return the number of weights of the factors of all FFN Linears for each unit of their rank."""
     per_rank = 0
     for layer in range(backbone.sites.n_layers):
         for module, name in backbone.sites.ffn_weights(layer):
             shape = getattr(module, name).shape  # (outputs, inputs), or (experts, outputs, inputs)
             experts = math.prod(shape[:-2])
             per_rank += experts * sum(shape[-2:])
-    weights = capacity * backbone.parameter_count
-    return max(1, round(weights / per_rank))
+    return per_rank
 
 
 class FineTuningConfig(GraftConfig):

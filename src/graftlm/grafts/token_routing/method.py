@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,12 @@ from graftlm.grafts.base import (
     Traceable,
     check_tensors,
 )
+from graftlm.grafts.sizes import HasSizes, Sizes
 from graftlm.grafts.token_routing.adapters import read_adapter
 from graftlm.grafts.token_routing.config import ExpertConfig, TokenRoutingConfig
 from graftlm.grafts.token_routing.embedders import PROBE, Embedder, load_embedder
 from graftlm.grafts.token_routing.expert_sources import placed, read_expert, saved_expert
-from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, write_adapter
+from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, rank_sizes, write_adapter
 from graftlm.grafts.token_routing.merging import merge_experts
 from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
 from graftlm.grafts.token_routing.policy import ScoredCentroids, best_scores, expert_weights
@@ -62,7 +63,17 @@ BARE = "none"
 """The label of the bare backbone in traces."""
 
 
-class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, ChoosesByPrompt, HasTensors, ReadsPeft):
+class TokenRouting(
+    Graft,
+    FitsOnText,
+    Traceable,
+    Exportable,
+    ExportsLowRank,
+    ChoosesByPrompt,
+    HasTensors,
+    HasSizes,
+    ReadsPeft,
+):
     """LoRA experts, their centroids, and the routes between them.
 
     Args:
@@ -112,6 +123,10 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, Cho
         self._build_mixtures(factors)
         for name in ROUTER_TENSORS:
             self.register_buffer(name, torch.zeros(0, device=backbone.device), persistent=False)
+
+    @classmethod
+    def sizes(cls, config: GraftConfig, backbone: Backbone) -> Sizes:
+        return rank_sizes(cast("TokenRoutingConfig", config), backbone)
 
     def _build_mixtures(self, factors: Mapping[str, Mapping[str, Factors]]) -> None:
         """Build a mixture for every module that an expert changes, from factors by expert and module path."""
