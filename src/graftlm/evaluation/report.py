@@ -6,7 +6,7 @@
     losses       {row id: [[step, loss], ...]}
     trained      {row id: `TrainingDetails`}
     scored_text  {row id: {test set: [source, see `scored_parts`]}}
-    own_text_counts, asked_questions, frozen_models, method_differences: see `remarks` and `differences`
+    matched_sizes, own_text_counts, asked_questions, frozen_models, method_differences: see `remarks` and `differences`
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ from graftlm.evaluation.taught_answers import TaughtAnswer, evenly_spaced
 from graftlm.files.digests import file_digest
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, ReadsModels, ReplacesModel, graft_config
+from graftlm.runs.matching import MatchedSize
 from graftlm.runs.run import RunContext, Trainee, TrainingRun, steps_text
 from graftlm.runs.sampling_run import SAMPLES, SamplingRun
 from graftlm.runs.shared import load_shared, load_shared_evaluator, release_shared, shared_batches
@@ -77,10 +78,11 @@ class GraftRun(TrainingRun):
     """Train one graft on one backbone on text; without a graft, measure the bare backbone.
 
     The grafts of the runs in `depends_on` are attached before it and stay frozen. With `continues`, the last of them is
-    trained further instead of a new graft.
+    trained further instead of a new graft. `matched` tells for the report how the size of the graft was chosen.
     """
 
     continues: bool = False
+    matched: MatchedSize | None = None
     backbone: BackboneConfig
     graft: AnyGraft | None = None
     data: DataConfig = DataConfig()
@@ -89,6 +91,7 @@ class GraftRun(TrainingRun):
     def settings(self) -> dict[str, Any]:
         settings = super().settings()
         settings["evaluation"].pop("forgetting_budget")
+        del settings["matched"]  # the graft's config has the size
         # Later fields are left out at their defaults, so that earlier runs keep their keys.
         if not self.data.stream:
             del settings["data"]["stream"]

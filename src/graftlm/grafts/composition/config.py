@@ -47,13 +47,15 @@ class AugmentingConfig(Config):
     def _problems(self) -> Iterator[str]:
         if self.name == RANDOM:
             return
-        if self.like is not None:
-            yield f"like is set, but only a model with the name {RANDOM} uses it: leave like out, or set name to {RANDOM}"
-        if self.seed:
-            yield f"seed is set, but only a model with the name {RANDOM} uses it: leave seed out, or set name to {RANDOM}"
+        for key, is_set in {"like": self.like is not None, "seed": self.seed != 0}.items():
+            if is_set:
+                yield (
+                    f"{key} is set, but only a model with the name {RANDOM} uses it: leave {key} out, or set name to "
+                    f"{RANDOM}"
+                )
 
     @model_serializer(mode="wrap")
-    def _leave_out_unused(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
+    def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
         """Leave out the keys of random models in others, so that earlier runs keep their keys."""
         values = serialize(self)
         if self.name != RANDOM:

@@ -27,7 +27,6 @@ from graftlm.grafts.neutral_residues.config import NeutralResiduesConfig, Vanill
 from graftlm.grafts.neutral_residues.exporting import exported_blocks
 from graftlm.grafts.sizes import HasSizes, Sizes
 
-
 _LARGEST = 4
 """The largest capacity."""
 
