@@ -275,6 +275,13 @@ class DataConfig(Config):
         description="The loss of old rows. replay: the cross-entropy of their next tokens; distil: the divergence from "
         "the predictions of the bare backbone.",
     )
+    new_objective: Literal["cross-entropy", "dft"] = Field(
+        "cross-entropy",
+        description="The loss of new rows. dft: the cross-entropy of each token times its probability.",
+    )
+    anchor: float = Field(
+        0.0, ge=0, description="Weight of the divergence from the bare backbone at each token of new rows."
+    )
     length: int = Field(256, ge=2, description="Number of tokens of a row.")
     boundaries: Literal["separate", "joined", "whole"] = Field(
         "separate",

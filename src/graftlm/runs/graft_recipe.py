@@ -253,10 +253,11 @@ def check_sections(training: TrainingConfig, data: DataConfig, evaluation: Evalu
             "evaluation.strengths moves weights back to their start, but training.sharded spreads the weights over "
             "processes: set sharded to false, or leave strengths out"
         )
-    if training.sharded and data.old_objective == "distil":
+    if training.sharded and (data.old_objective == "distil" or data.anchor):
+        key = "anchor" if data.anchor else "old_objective distil"
         raise ValueError(
-            "old_objective distil needs a pass of the bare backbone, but training.sharded spreads its weights over "
-            "processes: set sharded to false, or old_objective to replay"
+            f"{key} needs a pass of the bare backbone, but training.sharded spreads its weights over processes: set "
+            "sharded to false, or change that key"
         )
     if training.epochs is not None and (data.stream or any(source.streaming for source in data.new)):
         raise ValueError(
@@ -280,12 +281,14 @@ def _check_stream(training: TrainingConfig, data: DataConfig) -> None:
         changes.append("data.boundaries to joined")
     if data.replay_fraction:
         changes.append("data.replay_fraction to 0")
+    if data.anchor:
+        changes.append("data.anchor to 0")
     if training.gradient_checkpointing:
         changes.append("training.gradient_checkpointing to false")
     if changes:
         raise ValueError(
             "data.stream continues each row from the cache of the previous step, which needs joined boundaries, no "
-            f"replay and no gradient checkpointing: set {', '.join(changes)}, or set data.stream to false"
+            f"replay, no anchor and no gradient checkpointing: set {', '.join(changes)}, or set data.stream to false"
         )
     for source in data.new:
         if source.streaming:

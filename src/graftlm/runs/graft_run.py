@@ -47,6 +47,8 @@ from graftlm.store.manifest import TENSORS_NAME
 from graftlm.training.loop import TrainingSummary
 from graftlm.training.stateful import StatefulBatches, StatefulModel
 
+LATER_DATA_KEYS = ("new_objective", "anchor")
+"""Keys of the data section that do not count at their defaults."""
 _SHOWN_CONFLICTS = 3
 _CHECKED_CHATS = 256
 GRAFT_NAME = "graft"
@@ -95,6 +97,9 @@ class GraftRun(TrainingRun):
         # Later fields are left out at their defaults, so that earlier runs keep their keys.
         if not self.data.stream:
             del settings["data"]["stream"]
+        for key in LATER_DATA_KEYS:
+            if getattr(self.data, key) == DataConfig.model_fields[key].default:
+                del settings["data"][key]
         if not self.continues:
             del settings["continues"]
         if self.evaluation.ask is None:
@@ -227,7 +232,14 @@ class GraftRun(TrainingRun):
                 context.log(note)
         model_class = StatefulModel if self.data.stream else GraftedModel
         grafts = {**earlier, GRAFT_NAME: graft}
-        with model_class(backbone, grafts, old_objective=self.data.old_objective) as model:
+        grafted = model_class(
+            backbone,
+            grafts,
+            old_objective=self.data.old_objective,
+            new_objective=self.data.new_objective,
+            anchor=self.data.anchor,
+        )
+        with grafted as model:
             _freeze(model, earlier.values())
             evaluation = GraftEvaluation(evaluator=evaluator, start=self._weights_before_training(model))
             yield Trainee(model=model, batches=batches, identity=identity, evaluation=evaluation)
@@ -247,6 +259,9 @@ class GraftRun(TrainingRun):
             "data": None if batches is None else batches.fingerprint(),
             "old_objective": self.data.old_objective,
         }
+        for key in LATER_DATA_KEYS:
+            if getattr(self.data, key) != DataConfig.model_fields[key].default:
+                identity[key] = getattr(self.data, key)
         if self.depends_on:
             files = [context.dependencies[name] / "graft" / TENSORS_NAME for name in self.depends_on]
             identity["trained_after"] = [file_digest(file) for file in files]
