@@ -320,8 +320,8 @@ class GraftedModel(TrainerSupport):
 
         Raises:
             GraftError: targets without exactly one graft with heads, a pass in training mode that would lose an
-                auxiliary loss or, with `distil`, `dft` or an anchor, has no `domain`, a row of several documents that the backbone can't
-                keep separate, or inputs that a graft does not accept.
+                auxiliary loss or, with objectives that depend on it, has no `domain`, a row of several documents that
+                the backbone can't keep separate, or inputs that a graft does not accept.
             TapError: the cache contains tokens that were read without these grafts.
             BackboneError: with `distil` or an anchor, the bare backbone can't run without the hooks of another library.
         """
