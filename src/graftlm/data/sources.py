@@ -156,11 +156,12 @@ class SelfSourceConfig(Config):
     """
 
     self: Literal[True] = Field(description="Marks a source whose text the backbone samples.")
-    near: Literal["new"] | None = Field(
+    near: Literal["new", "prompts"] | None = Field(
         None,
         description="new: the texts begin with the first one to four words of a new question, prompt or sentence. Of a "
         "conversation, only the answer is predicted and counts as sampled. Texts about things that the new text names "
-        "are left out. By default texts are not related to the new text.",
+        "are left out. prompts: the texts are answers to the new questions or prompts themselves. By default texts are "
+        "not related to the new text.",
     )
     tokens: int = Field(100_000, ge=1, le=10**9, description="Tokens to sample, without those of prompts.")
     length: int | None = Field(
@@ -217,6 +218,8 @@ class SelfSourceConfig(Config):
 
     def _problems(self) -> Iterator[str]:
         if self.near is not None:
+            if self.near == "prompts" and self.question_tokens != type(self).model_fields["question_tokens"].default:
+                yield "question_tokens is set, but with near: prompts the questions are the new ones: leave it out"
             if self.openings:
                 yield "openings is set, but with near the texts begin like the new text: leave out openings or near"
             if self.chat_fraction is not None:
@@ -242,6 +245,8 @@ class SelfSourceConfig(Config):
     @property
     def name(self) -> str:
         """The name of this source in messages."""
+        if self.near == "prompts":
+            return "the backbone's own answers to the new prompts"
         if self.near is not None:
             return "the backbone's own text near the new"
         return "the backbone's own text"
@@ -262,10 +267,38 @@ OldSource = Annotated[
 """Old text: a source, or text that the backbone samples."""
 
 
+class RewriteConfig(Config):
+    """How the backbone writes the answers of new conversations in its own words, before training (SDFT).
+
+    A conversation keeps its answer if the backbone's is empty, does not end, or lacks a name or number of that answer.
+    """
+
+    instruction: str = Field(
+        "{question}\n\nThe right answer is: {answer}\n\nGive this answer in your own words. Keep all names and "
+        "numbers, and add nothing.",
+        description="What the backbone is asked, with {question} and {answer}.",
+    )
+    answer_tokens: int = Field(256, ge=1, description="Maximum tokens of an answer; longer ones are not used.")
+    temperature: float = Field(0.7, ge=0.01, le=100, description="Divides the logits.")
+    top_p: float = Field(_NEAR_TOP_P, gt=0, le=1, description="Total probability of the tokens to sample from.")
+    batch_size: int | None = Field(None, ge=1, description="Texts that are sampled at once, as in own text.")
+    seed: int = Field(0, ge=0, description="Seed of the sampling.")
+
+    def _problems(self) -> Iterator[str]:
+        for part in ("{question}", "{answer}"):
+            if part not in self.instruction:
+                yield f"the instruction does not have {part}, for which each conversation's own text is put: add it"
+
+
 class DataConfig(Config):
     """The texts of a run: the new ones that the model learns, and the old ones that it must not forget."""
 
     new: list[SourceConfig] = Field([], description="Texts that the model learns.")
+    rewrite: RewriteConfig | None = Field(
+        None,
+        description="The backbone first writes the answers of the new conversations in its own words, and these are "
+        "learned (SDFT); {} for the defaults.",
+    )
     old: list[OldSource] = Field(
         [], description="Texts like the backbone's training data; `self: true` lets the backbone sample them."
     )
@@ -303,6 +336,14 @@ class DataConfig(Config):
                 "a source of new is streaming, but near needs all new texts before training: set streaming to false, "
                 "or leave near out"
             )
+        for source in self.new if self.rewrite is not None else ():
+            if source.streaming:
+                yield "a source of new is streaming, but rewrite needs all conversations: set streaming to false"
+            if not source.messages_column:
+                yield (
+                    f"rewrite is set, but the source {source.name} of new has no conversations: set its "
+                    "messages_column, or leave rewrite out"
+                )
 
 
 def check_sources(config: DataConfig) -> None:

@@ -38,6 +38,7 @@ from graftlm.files.digests import file_digest
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import FitsOnText, Graft, GraftConfig, ReadsModels, ReplacesModel, graft_config
 from graftlm.runs.matching import MatchedSize
+from graftlm.runs.rewriting_run import RewritingRun
 from graftlm.runs.run import RunContext, Trainee, TrainingRun, steps_text
 from graftlm.runs.sampling_run import SAMPLES, SamplingRun
 from graftlm.runs.shared import load_shared, load_shared_evaluator, release_shared, shared_batches
@@ -47,7 +48,7 @@ from graftlm.store.manifest import TENSORS_NAME
 from graftlm.training.loop import TrainingSummary
 from graftlm.training.stateful import StatefulBatches, StatefulModel
 
-LATER_DATA_KEYS = ("new_objective", "anchor")
+LATER_DATA_KEYS = ("new_objective", "anchor", "rewrite")
 """Keys of the data section that do not count at their defaults."""
 _SHOWN_CONFLICTS = 3
 _CHECKED_CHATS = 256
@@ -139,10 +140,16 @@ class GraftRun(TrainingRun):
         if self.evaluation.ask is not None:
             check_questions(self.evaluation.ask, backbone.need_tokenizer())
 
-    def needs(self) -> Sequence[SamplingRun]:
+    def needs(self) -> Sequence[SamplingRun | RewritingRun]:
         if self.graft is None:
             return []
-        return [*self._old_samples(), *self._test_samples()]
+        return [*self._rewriting(), *self._old_samples(), *self._test_samples()]
+
+    def _rewriting(self) -> list[RewritingRun]:
+        """Return the run that rewrites the answers of the new conversations, in a list that may be empty."""
+        if self.data.rewrite is None or not self.training.has_steps:
+            return []
+        return [RewritingRun.of(self.backbone, self.data.rewrite, self.data.length, self.data.new)]
 
     def _old_samples(self) -> list[SamplingRun]:
         """Return the runs that sample old text to train on."""
@@ -259,9 +266,8 @@ class GraftRun(TrainingRun):
             "data": None if batches is None else batches.fingerprint(),
             "old_objective": self.data.old_objective,
         }
-        for key in LATER_DATA_KEYS:
-            if getattr(self.data, key) != DataConfig.model_fields[key].default:
-                identity[key] = getattr(self.data, key)
+        data = self.data.model_dump(mode="json", include=set(LATER_DATA_KEYS))
+        identity |= {key: value for key, value in data.items() if value != DataConfig.model_fields[key].default}
         if self.depends_on:
             files = [context.dependencies[name] / "graft" / TENSORS_NAME for name in self.depends_on]
             identity["trained_after"] = [file_digest(file) for file in files]
@@ -360,9 +366,12 @@ class GraftRun(TrainingRun):
         tokenizer = backbone.need_tokenizer()
         files = [dependencies[run.id] / SAMPLES for run in self._old_samples()]
         own_text = [marked_ids(sample) for file in files for sample in read_own_text(file)]
-        if not self.data.stream:
-            return build_mixture(self.data, tokenizer, self.training.batch_size, own_text)
-        blocks = build_blocks(self.data.new, self.data, tokenizer)
+        data = self.data
+        for run in self._rewriting():
+            data = data.model_copy(update={"new": run.rewritten_sources(dependencies[run.id])})
+        if not data.stream:
+            return build_mixture(data, tokenizer, self.training.batch_size, own_text)
+        blocks = build_blocks(data.new, data, tokenizer)
         assert isinstance(blocks, TokenBlocks), "the config does not allow a streaming source here"
         return StatefulBatches(blocks, self.training.batch_size)
 
