@@ -248,10 +248,15 @@ def check_sections(training: TrainingConfig, data: DataConfig, evaluation: Evalu
         ValueError: the training is sharded but uses strengths or distillation, text that continues from step to step
             does not fit the other keys, or the text of own_kl has the seed of training text.
     """
-    if training.sharded and evaluation.strengths:
+    moves_back = "strengths" if evaluation.strengths else "strength"
+    if training.sharded and (evaluation.strengths or evaluation.strength is not None):
         raise ValueError(
-            "evaluation.strengths moves weights back to their start, but training.sharded spreads the weights over "
-            "processes: set sharded to false, or leave strengths out"
+            f"evaluation.{moves_back} moves weights back to their start, but training.sharded spreads the weights over "
+            f"processes: set sharded to false, or leave {moves_back} out"
+        )
+    if evaluation.strength is not None and not training.has_steps:
+        raise ValueError(
+            "evaluation.strength moves trained weights back, but training.steps is 0: set steps, or leave strength out"
         )
     if training.sharded and (data.old_objective == "distil" or data.anchor):
         key = "anchor" if data.anchor else "old_objective distil"

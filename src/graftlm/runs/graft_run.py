@@ -33,6 +33,7 @@ from graftlm.evaluation.kept_answers import WORST, answer_metrics, compare_answe
 from graftlm.evaluation.known_answers import find_known
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.metric_text import format_metric
+from graftlm.evaluation.strengths import move_back
 from graftlm.evaluation.taught_answers import TaughtAnswer, evenly_spaced
 from graftlm.files.digests import file_digest
 from graftlm.grafted.model import GraftedModel
@@ -103,8 +104,9 @@ class GraftRun(TrainingRun):
                 del settings["data"][key]
         if not self.continues:
             del settings["continues"]
-        if self.evaluation.ask is None:
-            del settings["evaluation"]["ask"]
+        for key in ("ask", "strength"):
+            if getattr(self.evaluation, key) is None:
+                del settings["evaluation"][key]
         if self.graft is None:
             data = settings["data"]
             settings["data"] = {"test": data["test"], "length": data["length"]}
@@ -231,6 +233,7 @@ class GraftRun(TrainingRun):
         _ = evaluator.backbone_scores
         _ = evaluator.backbone_outcomes
         _ = evaluator.backbone_answers
+        _ = evaluator.validator
         for note in self._notes_on_conversations(backbone):
             context.log(note)
         self._log_start(context)
@@ -347,7 +350,8 @@ class GraftRun(TrainingRun):
 
     def _weights_before_training(self, model: GraftedModel) -> dict[str, Tensor]:
         """Copy the trainable weights if the evaluation moves weights back to their start."""
-        if not (self.evaluation.strengths and self.training.has_steps):
+        moves_back = self.evaluation.strengths or self.evaluation.strength is not None
+        if not (moves_back and self.training.has_steps):
             return {}
         return {name: weight.detach().clone() for name, weight in model.trainable_parameters().items()}
 
@@ -379,7 +383,15 @@ class GraftRun(TrainingRun):
         assert self.graft is not None, "a bare backbone is not trained"
         label = self.label or self.graft.label
         evaluation = trainee.evaluation
-        measurement = evaluation.evaluator.measure(trainee.model, self.id, label, evaluation.start)
+        chosen = evaluation.evaluator.choose_strength(trainee.model, evaluation.start)
+        start = evaluation.start
+        if chosen is not None:
+            move_back(trainee.model.trainable_parameters(), start, chosen[0])
+            start = {}
+        measurement = evaluation.evaluator.measure(trainee.model, self.id, label, start)
+        if chosen is not None:
+            measurement.add_metrics({"strength": chosen[0]})
+            measurement.details["validated_strengths"] = chosen[1]
         if self.evaluation.ask is not None:
             self._compare_answers(evaluation.evaluator, trainee.model, measurement)
         return measurement
