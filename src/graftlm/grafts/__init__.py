@@ -2,6 +2,7 @@
 
 from graftlm.grafts.base import (
     AdapterForm,
+    ChangesAtEnd,
     ChoosesByPrompt,
     Exportable,
     ExportedAdapter,

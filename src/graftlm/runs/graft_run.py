@@ -37,7 +37,7 @@ from graftlm.evaluation.strengths import move_back
 from graftlm.evaluation.taught_answers import TaughtAnswer, evenly_spaced
 from graftlm.files.digests import file_digest
 from graftlm.grafted.model import GraftedModel
-from graftlm.grafts import FitsOnText, Graft, GraftConfig, ReadsModels, ReplacesModel, graft_config
+from graftlm.grafts import ChangesAtEnd, FitsOnText, Graft, GraftConfig, ReadsModels, ReplacesModel, graft_config
 from graftlm.runs.matching import MatchedSize
 from graftlm.runs.rewriting_run import RewritingRun
 from graftlm.runs.run import RunContext, Trainee, TrainingRun, steps_text
@@ -383,12 +383,15 @@ class GraftRun(TrainingRun):
         assert self.graft is not None, "a bare backbone is not trained"
         label = self.label or self.graft.label
         evaluation = trainee.evaluation
+        graft = trainee.model.grafts[GRAFT_NAME]
+        finished = graft.finish() if isinstance(graft, ChangesAtEnd) and self.training.has_steps else {}
         chosen = evaluation.evaluator.choose_strength(trainee.model, evaluation.start)
         start = evaluation.start
         if chosen is not None:
             move_back(trainee.model.trainable_parameters(), start, chosen[0])
             start = {}
         measurement = evaluation.evaluator.measure(trainee.model, self.id, label, start)
+        measurement.add_metrics(finished)
         if chosen is not None:
             measurement.add_metrics({"strength": chosen[0]})
             measurement.details["validated_strengths"] = chosen[1]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 import torch
 from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -117,6 +117,12 @@ class PeftGraft(Graft, ReplacesModel, Exportable, ExportsLowRank, HasTensors, Ha
 
     def _adapt(self, model: PreTrainedModel) -> AdaptedModel:
         return adapt(model, self._peft, self._label)
+
+    @property
+    def live_tuner(self) -> BaseTuner:
+        """PEFT's tuner of the attached graft."""
+        assert self._live, "the graft is attached"
+        return self._live[0].base_model
 
     @property
     def decodes_in_one_graph(self) -> bool:
