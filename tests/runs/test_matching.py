@@ -52,7 +52,7 @@ def test_the_nearest_size_is_chosen_and_counted(name: str, aim: int) -> None:
     matched = MatchedGraft.of(section | {"capacity": "match"})
     config, found = matched.resolved(aim, backbone)
     assert trained_parameters(config, backbone) == found.parameters
-    sizes: Sizes = config.graft_class.sizes(config, backbone)  # type: ignore[attr-defined]
+    sizes: Sizes = matched.graft.graft_class.sizes(matched.graft, backbone)  # type: ignore[attr-defined]
     distances = {value: abs(sizes.parameters(value) - aim) for value in list(sizes.values)[:64]}
     assert abs(found.parameters - aim) <= min(distances.values())
     counts = [sizes.parameters(value) for value in list(sizes.values)[:64]]
