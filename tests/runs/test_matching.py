@@ -27,9 +27,9 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "dora": {"kind": "peft", "method": "DORA", "options": {"target_modules": ["q_proj", "v_proj"]}},
     "oft": {"kind": "peft", "method": "OFT"},
     "hra": {"kind": "peft", "method": "HRA"},
-    "c3a": {"kind": "peft", "method": "C3A"},
+    "c3a": {"kind": "peft", "method": "C3A", "options": {"init_weights": True}},
     "osf": {"kind": "peft", "method": "OSF"},
-    "fourierft": {"kind": "peft", "method": "FOURIERFT"},
+    "fourierft": {"kind": "peft", "method": "FOURIERFT", "options": {"init_weights": True}},
     "token-routing": {
         "experts": {
             "a": {"rank": 4, "targets": ["ffn"], "texts": ["one"]},

@@ -37,6 +37,7 @@ def batch() -> dict[str, Tensor]:
 def grafted(kind: str, **objectives: Any) -> GraftedModel:
     backbone = Backbone.wrap(tiny_model("llama"), tiny_tokenizer(), "tiny")
     config = {"kind": kind} | ({"alpha": 0} if kind == "neutral-residues" else {})
+    torch.manual_seed(0)
     model = GraftedModel(backbone, {"graft": build_graft(graft_config(config), backbone)}, **objectives).train()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

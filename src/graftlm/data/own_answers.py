@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graftlm.backbone import Backbone, answer_end_ids, end_ids
+from graftlm.backbone import Backbone, answer_end_ids, end_ids, max_sequence_length
 from graftlm.backbone.chat_templates import Message, render_messages
+from graftlm.data.chats import chat_tokens
 from graftlm.data.conversations import ChatExample
 from graftlm.data.near_text import loops
 from graftlm.data.new_names import NewNames, normalized, words_of
@@ -36,9 +37,10 @@ OTHER_FORM = "other form"
 UNFINISHED = "unfinished answer"
 NO_NAME = "missing name"
 MENTIONED = "reference mentioned"
+LONG_ANSWER = "long answer"
 ANSWER_REASONS = (LONG_PROMPT, NO_ANSWER)
 """The reasons for which answers to new prompts are left out."""
-REWRITE_REASONS = (*ANSWER_REASONS, OTHER_FORM, UNFINISHED, NO_NAME, MENTIONED)
+REWRITE_REASONS = (*ANSWER_REASONS, OTHER_FORM, UNFINISHED, NO_NAME, MENTIONED, LONG_ANSWER)
 """The reasons for which a given answer is learned instead of that of the backbone."""
 
 _MIN_ANSWER = 8
@@ -287,7 +289,7 @@ def rewrite_answers(
         backbone: the backbone; grafts that are attached to it are not active.
         config: how to sample.
         documents: the conversations, at least one.
-        length: maximum number of tokens of a conversation.
+        length: maximum number of tokens of a rewritten conversation.
         path: the file of samples, which is extended.
         key: identifies the samples; a file with another key is written anew. It must depend on the documents.
         progress: show a progress bar.
@@ -301,12 +303,18 @@ def rewrite_answers(
             rendered; or the file can't be written.
     """
     tokenizer = backbone.need_tokenizer()
-    settings = AnswerSettings(config.answer_tokens, config.temperature, config.top_p, length, passes=1)
+    settings = AnswerSettings(
+        config.answer_tokens,
+        config.temperature,
+        config.top_p,
+        max_sequence_length(backbone.model),  # the prompt with the given answer is not trained on
+        passes=1,
+    )
     sampler = AnswerSampler(
         backbone,
         [_rewriting_prompt(document, config, tokenizer) for document in documents],
         settings,
-        _RewritingJudge(backbone, documents),
+        _RewritingJudge(backbone, documents, length),
         TokenSampler(backbone, config.seed, rows=config.batch_size),
     )
     return sample_batches(path, sampler, len(documents) * config.answer_tokens, key=key, progress=progress)
@@ -330,9 +338,11 @@ class _RewritingJudge:
     Args:
         backbone: the backbone.
         documents: the conversations.
+        length: maximum number of tokens of a rewritten conversation.
     """
 
-    def __init__(self, backbone: Backbone, documents: Sequence[Document]) -> None:
+    def __init__(self, backbone: Backbone, documents: Sequence[Document], length: int) -> None:
+        self._length = length
         self._tokenizer = backbone.need_tokenizer()
         self._ends = answer_end_ids(backbone.model, self._tokenizer)
         self._documents = documents
@@ -357,7 +367,12 @@ class _RewritingJudge:
             return MENTIONED
         needed = self._names.names_in(self._documents[row].text)
         known = set(words_of(text))
-        return NO_NAME if any(word not in known for name in needed for word in name) else ""
+        if any(word not in known for name in needed for word in name):
+            return NO_NAME
+        chat = _with_answer(self._documents[row], text).chat
+        assert chat is not None, "only conversations have prompts"
+        ids, _, _ = chat_tokens(self._tokenizer, chat)
+        return LONG_ANSWER if len(ids) > self._length else ""
 
 
 def _has_run(words: Sequence[str], run: Sequence[str]) -> bool:
@@ -376,7 +391,12 @@ def rewritten(document: Document, sample: OwnText, tokenizer: PreTrainedTokenize
     if sample.left_out or document.chat is None:
         return document
     ((start, stop),) = sample.turns
-    text = str(tokenizer.decode(sample.ids[start:stop], skip_special_tokens=True)).strip()
+    return _with_answer(document, str(tokenizer.decode(sample.ids[start:stop], skip_special_tokens=True)))
+
+
+def _with_answer(document: Document, text: str) -> Document:
+    """Return a conversation with another text in its last message."""
+    assert document.chat is not None
     *before, answer = document.chat.messages
-    chat = replace(document.chat, messages=(*before, {**answer, "content": text}))
-    return replace(document, chat=chat, text=text)
+    answer = {**answer, "content": text.strip()}
+    return replace(document, chat=replace(document.chat, messages=(*before, answer)), text=answer["content"])

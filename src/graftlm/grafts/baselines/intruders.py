@@ -66,7 +66,11 @@ def remove_intruders(tuner: BaseTuner, name: str, share: float) -> int:
     flags = {parameter: parameter.requires_grad for parameter in tuner.model.parameters()}
     try:
         reduce_intruder_dimension(
-            _AsPeftModel(tuner), name, _REDUCED, mitigation_lambda=share, logging_sink=lines.append
+            _AsPeftModel(tuner),
+            name,
+            _REDUCED,
+            mitigation_lambda=1 - share,  # PEFT multiplies the intruder dimensions by it
+            logging_sink=lines.append,
         )
         _copy_factors(tuner, name)
     except Exception as error:  # PEFT may raise anything
