@@ -80,21 +80,19 @@ def test_new_answers_are_learned_in_the_backbone_s_words(
         return [tokenizer(answers[number], add_special_tokens=False)["input_ids"] for number in range(len(prompts))]
 
     monkeypatch.setattr(TokenSampler, "sample", sample)
-    recipe = Recipe.parse(chat_recipe(tmp_path, tiny_chat_model, rewrite={}))
+    changed = chat_recipe(tmp_path, tiny_chat_model, rewrite={})
+    changed["methods"] = {f"rank-{rank}": {"graft": {"kind": "lora", "rank": rank}} for rank in (1, 2)}
     lines: list[str] = []
-    results = run_recipe(recipe, progress=False, log=lines.append)
+    results = compare_recipe(Recipe.parse(changed), progress=False, log=lines.append)
     (folder,) = (tmp_path / "run").glob("own-words-*")
     rows = [json.loads(line) for line in (folder / "new-0.jsonl").read_text(encoding="utf-8").splitlines()]
     learned = [row["messages"][-1]["content"].replace(" ", "") for row in rows]
     assert learned == ["ItisTessaby.", "lehouseTessaby", "IsayTessaby."]
     assert [row["messages"][0]["content"] for row in rows] == ["the river?", "the house?", "the garden?"]
     read: Any = results.details["trained"]
-    assert read["lora"]["read"][0]["source"].endswith("new-0.jsonl")
+    assert all(read[name]["read"][0]["source"].endswith("new-0.jsonl") for name in changed["methods"])
     assert any("used: 2" in line for line in lines)
-    count = len(calls)
-    recipe = Recipe.parse(chat_recipe(tmp_path, tiny_chat_model, rewrite={}) | {"graft": {"kind": "lora", "rank": 1}})
-    run_recipe(recipe, progress=False, log=lambda _: None)
-    assert len(calls) == count, "another graft learns the same words"
+    assert sum(calls) == len(rows), "all methods learn the same words"
 
 
 @pytest.mark.usefixtures("undrawn_figures")
