@@ -17,7 +17,7 @@ from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
 from graftlm.runs.recipe import Recipe, compare_recipe, run_recipe
 from graftlm.store.artifact import load_graft, save_graft
-from runs.test_recipe import values
+from runs.test_recipe import NEW, OLD, values
 from tiny import tiny_ids
 
 
@@ -156,3 +156,48 @@ def test_other_augmenting_models_keep_their_keys() -> None:
     config = graft_config({"kind": "composition", "augmenting": {"a": {"name": "folder"}}})
     values_of = config.model_dump(mode="json")["augmenting"]["a"]
     assert not {"like", "seed"} & values_of.keys()
+
+
+def switch(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "kind": "token-routing",
+        "experts": {
+            "french": {"rank": 2, "targets": ["ffn"]},
+            "english": {"bare": True, "sources": [{"path": str(tmp_path / "old.txt")}]},
+        },
+        "top": 1,
+    }
+
+
+@pytest.mark.usefixtures("undrawn_figures")
+def test_lora_behind_a_switch_leaves_the_other_language(tmp_path: Path, tiny_backbone) -> None:
+    changed = values(tmp_path, tiny_backbone("llama"), graft=switch(tmp_path))
+    changed["data"] |= {"replay_fraction": 0}
+    changed["evaluation"] |= {"decode_prompts": 0}
+    results = run_recipe(Recipe.parse(changed), progress=False, log=lambda _: None)
+    metrics = results.row("token-routing").metrics
+    learned = value_of(metrics["learned"])
+    assert learned > 0
+    # The first tokens of a window may have the wrong route.
+    assert abs(value_of(metrics["forgotten"])) < 0.1 * learned
+    backbone = load_backbone(str(tiny_backbone("llama")))
+    graft = load_graft(tmp_path / "run" / "graft", backbone)
+    tokenizer = backbone.need_tokenizer()
+    chosen = [graft.choose(tokenizer(text)["input_ids"]) for text in (NEW, OLD)]  # type: ignore[attr-defined]
+    assert chosen == ["french", None]
+
+
+@pytest.mark.parametrize(
+    ("expert", "key"),
+    [
+        ({"bare": True}, "examples"),
+        ({"bare": True, "texts": ["a"], "rank": 2}, "rank"),
+        ({"bare": True, "texts": ["a"]}, "every expert"),
+    ],
+)
+def test_a_bare_expert_has_examples_and_no_adapter(expert: dict[str, Any], key: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        graft_config({"kind": "token-routing", "experts": {"a": expert}})
+    assert key in str(error.value)
+    plain = graft_config({"kind": "token-routing", "experts": {"a": {"rank": 2, "targets": ["ffn"]}}})
+    assert "bare" not in plain.model_dump(mode="json")["experts"]["a"]

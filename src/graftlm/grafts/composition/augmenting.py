@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, Tap, TapHooks, load_backbone, max_sequence_length
@@ -124,11 +124,11 @@ def _load(name: str, config: AugmentingConfig, checkpoint: str, device: torch.de
 
 def _random_model(like: Backbone, seed: int) -> Backbone:
     """Return a model of an architecture with random weights, which depend on the seed and not on the device."""
-    model_class: Any = type(like.model)
+    model_class = cast("Callable[[PreTrainedConfig], PreTrainedModel]", type(like.model))
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         model = model_class(copy.deepcopy(like.model.config))
-    model = model.to(device=like.device, dtype=like.model.dtype)
+    model = nn.Module.to(model, device=like.device, dtype=like.model.dtype)
     return Backbone.wrap(model, like.tokenizer, f"{RANDOM} {like.name}")
 
 

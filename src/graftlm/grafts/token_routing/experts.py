@@ -138,10 +138,10 @@ def rank_sizes(config: TokenRoutingConfig, backbone: Backbone) -> Sizes:
         GraftError: the backbone has no module that a target names, or the module is neither linear nor an embedding.
         TapError: the target is `ffn`, but an FFN is a mixture of experts.
     """
-    new = {name: expert for name, expert in config.experts.items() if expert.path is None}
+    new = {name: expert for name, expert in config.experts.items() if expert.is_new}
     if not new:
         raise RecipeError(
-            "capacity is match, but all experts are existing adapters, which do not train: add an expert with targets, "
+            "capacity is match, but no expert is a new adapter, which alone trains: add an expert with targets, "
             "or leave capacity out."
         )
     per_rank = 0

@@ -133,7 +133,7 @@ class TokenRouting(
         backbone = self._backbone[0]
         trained = set()
         for number, expert in enumerate(self.config.experts.values()):
-            if expert.path is None:
+            if expert.is_new:
                 trained.add(number)
         for path, module in backbone.model.named_modules():
             own: dict[int, Factors] = {}
@@ -341,7 +341,7 @@ class TokenRouting(
     def sources(self) -> Mapping[str, Sequence[Mapping[str, object]]]:
         sources = {}
         for name, expert in self.config.experts.items():
-            reads_new_text = expert.path is None and not expert.texts
+            reads_new_text = expert.is_new and not expert.texts
             if expert.sources or reads_new_text:
                 sources[name] = expert.sources
         return sources
@@ -465,7 +465,8 @@ class TokenRouting(
         elif config.embedder.name == "backbone":
             problem = "the backbone's states embed the prompt (embedder.name: backbone)"
         else:
-            return {name: self._updates([float(own == name) for own in self.names]) for name in self.names}
+            adapters = [name for name, expert in config.experts.items() if not expert.bare]
+            return {name: self._updates([float(own == name) for own in self.names]) for name in adapters}
         raise ArtifactError(
             f"The graft does not choose one expert for a whole prompt by its text, since {problem}: serve it with "
             "GraftLM's own engine (graft serve without --engine)."
@@ -478,7 +479,8 @@ class TokenRouting(
         self.prepare(call)
         weights = call.scratch[self, "weights"][0, -1].tolist()
         best = max(range(len(weights)), key=weights.__getitem__)
-        return self.names[best] if best < len(self.names) else None
+        name = self.names[best] if best < len(self.names) else BARE
+        return None if name == BARE or self.config.experts[name].bare else name
 
     def _updates(self, weights: Sequence[float]) -> dict[str, LowRankUpdate]:
         """Return the updates of the experts with the same weights for all texts."""
