@@ -160,8 +160,8 @@ class SelfSourceConfig(Config):
         None,
         description="new: the texts begin with the first one to four words of a new question, prompt or sentence. Of a "
         "conversation, only the answer is predicted and counts as sampled. Texts about things that the new text names "
-        "are left out. prompts: the texts are answers to the new questions or prompts themselves. By default texts are "
-        "not related to the new text.",
+        "are left out. prompts: the texts answer the new prompts themselves. By default texts are not related to the "
+        "new text.",
     )
     tokens: int = Field(100_000, ge=1, le=10**9, description="Tokens to sample, without those of prompts.")
     length: int | None = Field(
@@ -296,8 +296,7 @@ class DataConfig(Config):
     new: list[SourceConfig] = Field([], description="Texts that the model learns.")
     rewrite: RewriteConfig | None = Field(
         None,
-        description="The backbone first writes the answers of the new conversations in its own words, and these are "
-        "learned (SDFT); {} for the defaults.",
+        description="Learn the answers of the new conversations in the backbone's own words.",
     )
     old: list[OldSource] = Field(
         [], description="Texts like the backbone's training data; `self: true` lets the backbone sample them."
@@ -310,11 +309,9 @@ class DataConfig(Config):
     )
     new_objective: Literal["cross-entropy", "dft"] = Field(
         "cross-entropy",
-        description="The loss of new rows. dft: the cross-entropy of each token times its probability.",
+        description="The loss of new rows. dft: cross-entropies times the tokens' probabilities.",
     )
-    anchor: float = Field(
-        0.0, ge=0, description="Weight of the divergence from the bare backbone at each token of new rows."
-    )
+    anchor: float = Field(0.0, ge=0, description="Weight of the divergence from the bare backbone in new rows.")
     length: int = Field(256, ge=2, description="Number of tokens of a row.")
     boundaries: Literal["separate", "joined", "whole"] = Field(
         "separate",

@@ -83,8 +83,7 @@ class EvaluationConfig(Config):
     )
     strength: StrengthConfig | None = Field(
         None,
-        description="Move the weights back after training as far as validation text says; what is measured and saved "
-        "has this strength.",
+        description="Move the weights back as far as validation text says, before they are measured and saved.",
     )
     forgetting_budget: float | None = Field(
         None, description="Nats per token of the old domain that the run may lose; more makes it fail."

@@ -26,10 +26,10 @@ class AugmentingConfig(Config):
     """Configuration of one augmenting model.
 
     Args:
-        name: name on the hub, or folder, of a causal language model. Two names are controls: `vanilla` is the backbone
-            itself, loaded a second time; `random` is a model with random weights.
-        like: the model whose architecture and tokenizer a `random` model has. Default: the backbone.
-        seed: seed of the weights of a `random` model.
+        name: name on the hub, or folder, of a causal language model; `vanilla` for the backbone itself, `random` for
+            random weights.
+        like: the model whose architecture and tokenizer `random` has. Default: the backbone.
+        seed: seed of `random`.
         stride: every stride-th layer of this model is paired, including the last one. Default: the stride of the graft.
         pairs: pairs (layer of this model, layer of the anchor), counted from 0, which replace those of the stride.
         dtype: dtype of the weights; `auto` keeps the dtype of the checkpoint.
