@@ -166,3 +166,55 @@ def test_what_a_backbone_can_not_have(family: str, values: Any, error: type[Graf
     with pytest.raises(error, match=reason):
         GraftedModel(backbone(family), {"graft": build_graft(graft_config(values), backbone(family))})
     assert state_of(backbone(family).model) == before
+
+
+def trained_lora(**keys: Any) -> tuple[Any, Any]:
+    """An attached LoRA whose update adds a large direction to each weight, and the model of its host."""
+    host = backbone("llama")
+    model = attach_graft(host, {"kind": "lora", "rank": 2, **keys}).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.trainable_parameters().items():
+            scale = 3.0 if "lora_B" in name else 0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return host, model
+
+
+def test_intruders_are_subtracted_from_the_sum() -> None:
+    """W + B A without a share of its singular vectors that no vector of W resembles, as an update of the same rank."""
+    host, model = trained_lora(intruders=0.8)
+    with model:
+        layer = model.model.get_submodule(LINEAR)
+        weight = layer.get_base_layer().weight.detach()
+        total = weight + layer.get_delta_weight("graft").detach()
+        left, values, right = torch.linalg.svd(total, full_matrices=False)
+        bare_left = torch.linalg.svd(weight, full_matrices=False)[0]
+        similar = (left.T @ bare_left).abs().max(dim=1).values[:10]
+        intruders = [number for number in range(10) if similar[number] < 0.5]
+        assert intruders, "the update has some"
+        for number in intruders:
+            total = total - 0.8 * values[number] * left[:, number : number + 1] @ right[number : number + 1]
+        update = torch.linalg.svd(total - weight, full_matrices=False)
+        expected = update[0][:, :2] @ torch.diag(update[1][:2]) @ update[2][:2]
+        names = set(model.trainable_parameters())
+        metrics = model.grafts["graft"].finish()
+        assert metrics["intruders"] >= len(intruders)
+        close(layer.get_delta_weight("graft"), expected)
+        assert set(model.trainable_parameters()) == names, "the reduced adapter is gone"
+        assert torch.equal(layer.get_base_layer().weight, weight)
+    assert not any("lora" in name for name, _ in host.model.named_modules())
+
+
+def test_nothing_is_subtracted_by_default() -> None:
+    _, model = trained_lora()
+    with model:
+        before = {name: tensor.clone() for name, tensor in model.grafts["graft"].tensors().items()}
+        assert model.grafts["graft"].finish() == {}
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.grafts["graft"].tensors().items())
+
+
+def test_intruders_are_refused_before_training_where_peft_can_not_remove_them() -> None:
+    with pytest.raises(RecipeError) as error:
+        build_graft(graft_config({"kind": "lora", "intruders": 0.5}), backbone("gpt2"))
+    assert "intruders" in str(error.value)
+    assert "intruders" not in graft_config({"kind": "lora"}).model_dump()

@@ -382,7 +382,7 @@ class NearTextSampler:
         kept = answer[: self._length - len(text.ids)]
         written = self._decode(kept)
         reason = ""
-        if not normalized(written) or _loops(kept):
+        if not normalized(written) or loops(kept):
             reason = "no answer"
         elif self._names.leave_out("", written):
             reason = "new name"
@@ -416,7 +416,7 @@ class NearTextSampler:
         ids = start + new
         written = self._decode(ids)
         reason = ""
-        if not normalized(self._decode(new)) or _loops(new):
+        if not normalized(self._decode(new)) or loops(new):
             reason = "no answer"
         elif self._begins_with_new_question(normalized(written)):
             reason = "new question"
@@ -452,7 +452,7 @@ def _similar(words: frozenset[str], other: frozenset[str]) -> bool:
     return len(words & other) >= _SIMILAR * len(words | other)
 
 
-def _loops(ids: Sequence[int]) -> bool:
+def loops(ids: Sequence[int]) -> bool:
     """Return whether a run of four tokens occurs at least four times and makes up a third of a sequence."""
     counts = Counter(tuple(ids[start : start + _LOOP]) for start in range(len(ids) - _LOOP + 1))
     most = max(counts.values(), default=0)

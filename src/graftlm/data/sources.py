@@ -166,11 +166,12 @@ class SelfSourceConfig(Config):
     """
 
     self: Literal[True] = Field(description="Marks a source whose text the backbone samples.")
-    near: Literal["new"] | None = Field(
+    near: Literal["new", "prompts"] | None = Field(
         None,
         description="new: the texts begin with the first one to four words of a new question, prompt or sentence. Of a "
         "conversation, only the answer is predicted and counts as sampled. Texts about things that the new text names "
-        "are left out. By default texts are not related to the new text.",
+        "are left out. prompts: the texts answer the new prompts themselves. By default texts are not related to the "
+        "new text.",
     )
     tokens: int = Field(100_000, ge=1, le=10**9, description="Tokens to sample, without those of prompts.")
     length: int | None = Field(
@@ -229,6 +230,8 @@ class SelfSourceConfig(Config):
 
     def _problems(self) -> Iterator[str]:
         if self.near is not None:
+            if self.near == "prompts" and self.question_tokens != type(self).model_fields["question_tokens"].default:
+                yield "question_tokens is set, but with near: prompts the questions are the new ones: leave it out"
             if self.openings:
                 yield "openings is set, but with near the texts begin like the new text: leave out openings or near"
             if self.chat_fraction is not None:
@@ -254,6 +257,8 @@ class SelfSourceConfig(Config):
     @property
     def name(self) -> str:
         """The name of this source in messages."""
+        if self.near == "prompts":
+            return "the backbone's own answers to the new prompts"
         if self.near is not None:
             return "the backbone's own text near the new"
         return "the backbone's own text"
@@ -338,10 +343,37 @@ class WeightsConfig(Config):
     )
 
 
+class RewriteConfig(Config):
+    """How the backbone writes the answers of new conversations in its own words, before training (SDFT).
+
+    A conversation keeps its answer if the backbone's is empty, does not end, or lacks a name or number of that answer.
+    """
+
+    instruction: str = Field(
+        "{question}\n\nThe right answer is: {answer}\n\nGive this answer in your own words. Keep all names and "
+        "numbers, and add nothing.",
+        description="What the backbone is asked, with {question} and {answer}.",
+    )
+    answer_tokens: int = Field(256, ge=1, description="Maximum tokens of an answer; longer ones are not used.")
+    temperature: float = Field(0.7, ge=0.01, le=100, description="Divides the logits.")
+    top_p: float = Field(_NEAR_TOP_P, gt=0, le=1, description="Total probability of the tokens to sample from.")
+    batch_size: int | None = Field(None, ge=1, description="Texts that are sampled at once, as in own text.")
+    seed: int = Field(0, ge=0, description="Seed of the sampling.")
+
+    def _problems(self) -> Iterator[str]:
+        for part in ("{question}", "{answer}"):
+            if part not in self.instruction:
+                yield f"the instruction does not have {part}, for which each conversation's own text is put: add it"
+
+
 class DataConfig(Config):
     """The texts of a run: the new ones that the model learns, and the old ones that it must not forget."""
 
     new: NewSources = Field([], description="Texts that the model learns, or sets of them by name.")
+    rewrite: RewriteConfig | None = Field(
+        None,
+        description="Learn the answers of the new conversations in the backbone's own words.",
+    )
     old: OldSources = Field(
         [],
         description="Texts like the backbone's training data, or sets of them by name; `self: true` lets the backbone "
@@ -356,6 +388,11 @@ class DataConfig(Config):
         description="The loss of old rows. replay: the cross-entropy of their next tokens; distil: the divergence from "
         "the predictions of the bare backbone.",
     )
+    new_objective: Literal["cross-entropy", "dft"] = Field(
+        "cross-entropy",
+        description="The loss of new rows. dft: cross-entropies times the tokens' probabilities.",
+    )
+    anchor: float = Field(0.0, ge=0, description="Weight of the divergence from the bare backbone in new rows.")
     length: int = Field(256, ge=2, description="Number of tokens of a row.")
     boundaries: Literal["separate", "joined", "whole"] = Field(
         "separate",
@@ -379,6 +416,17 @@ class DataConfig(Config):
             )
         yield from self._problems_of_weights()
         yield from self._problems_of_sets()
+        yield from self._problems_of_rewriting()
+
+    def _problems_of_rewriting(self) -> Iterator[str]:
+        for source in self.new if self.rewrite is not None else ():
+            if source.streaming:
+                yield "a source of new is streaming, but rewrite needs all conversations: set streaming to false"
+            if not source.messages_column:
+                yield (
+                    f"rewrite is set, but the source {source.name} of new has no conversations: set its "
+                    "messages_column, or leave rewrite out"
+                )
 
     def _problems_of_weights(self) -> Iterator[str]:
         for name, sources in self.test.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -33,10 +33,16 @@ from graftlm.evaluation.inference import LanguageModel
 from graftlm.evaluation.measurement import FrozenModel, Measurement
 from graftlm.evaluation.models_alone import measure_alone
 from graftlm.evaluation.observations import graft_statistics, observe
-from graftlm.evaluation.results import Interval, Metric, Row
+from graftlm.evaluation.results import Interval, Metric, Row, value_of
 from graftlm.evaluation.scored_text import scored_parts
 from graftlm.evaluation.scores import Scores, check_length, learning_and_forgetting, score_windows
-from graftlm.evaluation.strengths import changes_by_window, strength_point, weights_moved_back, windows_of
+from graftlm.evaluation.strengths import (
+    StrengthConfig,
+    changes_by_window,
+    strength_point,
+    weights_moved_back,
+    windows_of,
+)
 from graftlm.evaluation.tasks import TaskConfig, TaskResult, measure_task, read_task
 from graftlm.evaluation.taught_answers import TaughtAnswer, evenly_spaced
 from graftlm.evaluation.windows import Window, limited_windows, own_windows
@@ -83,9 +89,20 @@ class EvaluationConfig(Config):
         description="Measure the model also with its weights moved back: shares of the way from their start to where "
         "training took them.",
     )
+    strength: StrengthConfig | None = Field(
+        None,
+        description="Move the weights back as far as validation text says, before they are measured and saved.",
+    )
     forgetting_budget: float | None = Field(
         None, description="Nats per token of the old domain that the run may lose; more makes it fail."
     )
+
+    def _problems(self) -> Iterator[str]:
+        if self.strength is not None and self.strengths:
+            yield (
+                "strength chooses one strength, but strengths measures several: leave one of them out (a frontier "
+                "measures several, too)"
+            )
 
 
 def _frozen_models(model: GraftedModel) -> dict[str, Backbone]:
@@ -165,6 +182,50 @@ class BackboneEvaluator:
     def backbone_scores(self) -> dict[str, Scores]:
         """The backbone's scores by test set, computed on first access, which must come before a graft is attached."""
         return self._score_tests(self.backbone.model)
+
+    @cached_property
+    def validator(self) -> BackboneEvaluator | None:
+        """The evaluator of the validation text on which a strength is chosen, made on first access; None without it.
+
+        The first access must come before a graft is attached.
+
+        Raises:
+            DataError: the validation text can't be read.
+        """
+        strength = self.evaluation.strength
+        if strength is None:
+            return None
+        tests = load_tests({OLD_SET: strength.old, NEW_SET: strength.new})
+        settings = self.evaluation.model_copy(update={"strength": None, "tasks": {}})
+        validator = BackboneEvaluator(self.backbone, tests, settings, self.length, progress=self.progress)
+        _ = validator.backbone_scores
+        return validator
+
+    def choose_strength(
+        self, model: GraftedModel, start: Mapping[str, Tensor]
+    ) -> tuple[float, list[dict[str, float]]] | None:
+        """Choose the strength of a trained model on the validation text; None without one.
+
+        Args:
+            model: the model, attached to the backbone.
+            start: its trainable weights before training, by name.
+
+        Returns:
+            The strength, and what was learned and forgotten at each strength, in nats per token of validation text.
+        """
+        strength = self.evaluation.strength
+        validator = self.validator
+        if strength is None or validator is None:
+            return None
+        points = {}
+        for value in sorted(set(strength.values)):
+            with weights_moved_back(model.trainable_parameters(), start, value):
+                points[value] = validator._text_metrics(validator._score_tests(model), None)
+        described = [
+            {"strength": value, **{name: value_of(metrics[name]) for name in ("learned", "forgotten")}}
+            for value, metrics in points.items()
+        ]
+        return strength.choose(points), described
 
     @cached_property
     def backbone_outcomes(self) -> dict[str, TaskResult]:

@@ -12,7 +12,8 @@ _DIFFERENCES = ("learned", "forgotten")
 _SIGNED = (*_DIFFERENCES, "learned_", "lost_")
 SPEEDS = {"train_tokens_per_s", "decode_old_tokens_per_s", "decode_new_tokens_per_s"}
 _SIZES = {"trainable_parameters", "total_parameters", "peak_memory_bytes"}
-USUAL_METRICS = LEARNING_METRICS | SPEEDS | _SIZES
+_BUDGET = {"train_tokens", "train_seconds"}
+USUAL_METRICS = LEARNING_METRICS | SPEEDS | _SIZES | _BUDGET
 """The metrics of the main table; others get tables of further metrics."""
 
 _COUNT_UNITS = {"B": 1e9, "M": 1e6, "k": 1e3}
@@ -84,8 +85,10 @@ def format_value(name: str, value: float) -> str:
         name: the metric's name in `results.json`.
         value: a single value of it.
     """
-    if name.endswith("parameters"):
+    if name.endswith("parameters") or name == "train_tokens":
         return _with_unit(value, _COUNT_UNITS)
+    if name == "train_seconds":
+        return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
     if name.endswith("_bytes"):
         return _with_unit(value, _BYTE_UNITS)
     if name.endswith("_per_s"):

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias, cast
+from typing import TypeAlias, TypedDict, cast
 
 from graftlm.data.text_sets import TextSets
 from graftlm.evaluation.measurement import FrozenModel
 from graftlm.evaluation.metric_text import SPEEDS, format_value
-from graftlm.evaluation.results import Results
+from graftlm.evaluation.results import Results, value_of
 from graftlm.evaluation.scored_text import ScoredPart
 
 _ALL = 0.95  # share from which nearly all gates are open
 
+_TOLERANCE = 0.05  # relative difference of parameters or tokens up to which rows count as equal
+_BUDGETS = (  # metric, its name in sentences, and what makes it equal
+    ("trainable_parameters", "The trainable parameters", "To give methods one size, set their capacity to match."),
+    ("train_tokens", "The tokens read", "To give methods one budget, give them the same steps, rows and texts."),
+)
+
 ScoredParts: TypeAlias = Mapping[str, Sequence[ScoredPart]]
 """What was scored of each test set."""
+
+
+class _MatchedSize(TypedDict):
+    """The size that was chosen for a graft: its key and value, and the parameters that it has and should have."""
+
+    key: str
+    value: int
+    parameters: int
+    aim: int
 
 
 def scored_text(results: Results) -> ScoredParts:
@@ -44,6 +59,8 @@ def remarks(results: Results) -> list[str]:
         *_about_frozen_models(results),
         *_about_gates(results),
         *_about_speeds(results),
+        *_about_sizes(results),
+        *_about_budgets(results),
     ]
 
 
@@ -112,6 +129,45 @@ def _about_gates(results: Results) -> Iterator[str]:
 def _about_speeds(results: Results) -> Iterator[str]:
     if any(SPEEDS.intersection(row.metrics) for row in results.rows):
         yield "Speeds are wall-clock figures of this run, with whatever else the machine did."
+
+
+def _about_sizes(results: Results) -> Iterator[str]:
+    """Yield the sizes that were chosen to match a number of parameters, and how near they are."""
+    by_row = cast("Mapping[str, _MatchedSize]", results.details.get("matched_sizes") or {})
+    sizes = []
+    for row in results.rows:
+        if row.id in by_row:
+            matched = by_row[row.id]
+            change = _change(matched["parameters"], matched["aim"])
+            sizes.append(f"{row.label} {matched['key']} {matched['value']:,} ({change})")
+    if sizes:
+        aim = next(iter(by_row.values()))["aim"]
+        yield f"Nearest sizes to {aim:,} trainable parameters: {', '.join(sizes)}."
+
+
+def _about_budgets(results: Results) -> Iterator[str]:
+    """Yield which methods of a comparison have other numbers of parameters, or read other numbers of tokens."""
+    if results.name != "compare":
+        return
+    trained = [row for row in results.rows if "train_tokens" in row.metrics]
+    for name, what, remedy in _BUDGETS:
+        measured = {row.label: value_of(row.metrics[name]) for row in trained if name in row.metrics}
+        (first, expected), *others = measured.items() or [("", 0.0)]
+        different = [
+            f"{label} {format_value(name, value)} ({_change(value, expected)})"
+            for label, value in others
+            if abs(value - expected) > _TOLERANCE * expected
+        ]
+        if different:
+            yield (
+                f"{what} of {first}, {format_value(name, expected)}, differ by more than {_TOLERANCE:.0%} from those "
+                f"of other methods: {', '.join(different)}. {remedy}"
+            )
+
+
+def _change(value: float, expected: float) -> str:
+    """Return a relative difference with its sign, such as -1.6%."""
+    return f"{value / expected - 1:+.1%}" if expected else f"{value:+,.0f}"
 
 
 def _part_text(part: ScoredPart) -> str:

@@ -31,6 +31,8 @@ _NATS = ("old", "forgotten", "new", "learned")
 _SHORT_COLUMNS = {  # column head: metrics
     "bits per byte, old / new": ("old_bpb", "new_bpb"),
     "parameters, trainable / all": ("trainable_parameters", "total_parameters"),
+    "tokens read": ("train_tokens",),
+    "train s": ("train_seconds",),
     "train tok/s": ("train_tokens_per_s",),
     "decode tok/s, old / new": ("decode_old_tokens_per_s", "decode_new_tokens_per_s"),
     "peak memory": ("peak_memory_bytes",),

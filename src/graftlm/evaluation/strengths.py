@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from graftlm.config import Config
+from graftlm.data import SourceConfig
 from graftlm.data.text_sets import ONE_SET, TextSets
-from graftlm.evaluation.results import Interval
+from graftlm.evaluation.results import Interval, value_of
 from graftlm.evaluation.scores import Scores, difference_name, with_equal_shares
 
 
@@ -33,6 +36,52 @@ class WindowSums(NamedTuple):
     strata: tuple[int, ...] = ()
 
 
+class StrengthConfig(Config):
+    """How the strength of a trained model is chosen on validation text, which is neither trained nor tested on."""
+
+    old: list[SourceConfig] = Field(min_length=1, description="Validation text of the old domain.")
+    new: list[SourceConfig] = Field(min_length=1, description="Validation text of the new domain.")
+    values: list[Annotated[float, Field(ge=0, le=1)]] = Field(
+        [0.25, 0.5, 0.75, 1.0],
+        min_length=1,
+        description="Shares of the way from the weights' start to where training took them.",
+    )
+    budget: float | None = Field(
+        None,
+        ge=0,
+        description="Nats per token of the old text that may be lost: the strength that learned most within it is "
+        "chosen. By default that with the largest difference of learned and forgotten.",
+    )
+
+    def choose(self, points: Mapping[float, Mapping[str, Interval]]) -> float:
+        """Return the strength to take. If none is within the budget, it is the one that forgot least.
+
+        Args:
+            points: `learned` and `forgotten` at each strength, on the validation text.
+        """
+        learned = {strength: value_of(metrics["learned"]) for strength, metrics in points.items()}
+        forgotten = {strength: value_of(metrics["forgotten"]) for strength, metrics in points.items()}
+        if self.budget is None:
+            return max(points, key=lambda strength: learned[strength] - forgotten[strength])
+        allowed = [strength for strength in points if forgotten[strength] <= self.budget]
+        if not allowed:
+            return min(points, key=forgotten.__getitem__)
+        return max(allowed, key=learned.__getitem__)
+
+
+@torch.no_grad()
+def move_back(weights: Mapping[str, nn.Parameter], start: Mapping[str, Tensor], strength: float) -> None:
+    """Set weights to start + strength (weight - start), for good.
+
+    Args:
+        weights: trained weights by name, which are changed in place.
+        start: the same weights before training, by name, on the same device.
+        strength: share of the way from the start to the trained weights, 0 to 1.
+    """
+    for name, weight in weights.items():
+        weight.copy_(torch.lerp(start[name], weight, strength))
+
+
 @contextmanager
 def weights_moved_back(
     weights: Mapping[str, nn.Parameter], start: Mapping[str, Tensor], strength: float
@@ -45,9 +94,7 @@ def weights_moved_back(
         strength: share of the way from the start to the trained weights, 0 to 1.
     """
     trained = {name: weight.detach().clone() for name, weight in weights.items()}
-    with torch.no_grad():
-        for name, weight in weights.items():
-            weight.copy_(torch.lerp(start[name], trained[name], strength))
+    move_back(weights, start, strength)
     try:
         yield
     finally:

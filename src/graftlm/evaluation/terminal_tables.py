@@ -32,8 +32,11 @@ _TEXT_HEADS = {  # metric: column head
 _COST_HEADS = {
     "trainable_parameters": "trainable",
     "total_parameters": "parameters run",
+    "train_tokens": "tokens read",
+    "train_seconds": "train s",
     "train_tokens_per_s": "train tok/s",
     "decode_new_tokens_per_s": "decode tok/s",
+    "peak_memory_bytes": "peak memory",
 }
 _LOSSES = {"old", "new"}  # without intervals, since those of their differences say more
 _FURTHER_COLUMNS = 3  # further metrics per table

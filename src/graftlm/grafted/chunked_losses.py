@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from graftlm.backbone import Backbone, OutputLayer
-from graftlm.grafted.losses import OLD_DOMAIN, Targets, distillation_loss, target_loss
+from graftlm.grafted.losses import OLD_DOMAIN, Objectives, Targets, distillation_loss, reweighted_loss, target_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -145,55 +145,106 @@ def divergence_loss(predictions: Predictions, taught: Predictions, totals: Tenso
     return predictions.sum(loss)
 
 
-class Teacher:
-    """The bare backbone, which rows of the old domain follow.
+@dataclass(frozen=True)
+class DomainLosses:
+    """What the losses of old and new rows need.
 
-    Args:
-        backbone: the backbone.
+    Attributes:
+        objectives: the losses.
+        backbone: the backbone, whose bare model rows may follow.
         inputs: `input_ids`, `attention_mask` and `position_ids` of all rows.
         domain: (B,), 0 for the old domain.
     """
 
-    def __init__(self, backbone: Backbone, inputs: Mapping[str, Tensor | None], domain: Tensor) -> None:
-        self._backbone = backbone
-        self._inputs = inputs
-        self.is_old_row = domain == OLD_DOMAIN
+    objectives: Objectives
+    backbone: Backbone
+    inputs: Mapping[str, Tensor | None]
+    domain: Tensor
 
     @torch.no_grad()
-    def predictions(self, targets: Targets) -> Predictions:
-        """Return what the backbone predicts before the targets of old rows, in the order of the rows."""
-        rows = self.is_old_row.nonzero().squeeze(-1)
-        inputs = {name: None if value is None else value[rows] for name, value in self._inputs.items()}
-        backbone = self._backbone
+    def taught(self, targets: Targets, is_row: Tensor) -> Predictions:
+        """Return what the bare backbone predicts before the targets of some rows, in the order of the rows.
+
+        Args:
+            targets: the targets of all rows.
+            is_row: bool (B,), True for the rows to read.
+        """
+        rows = is_row.nonzero().squeeze(-1)
+        inputs = {name: None if value is None else value[rows] for name, value in self.inputs.items()}
         given = {**inputs, "use_cache": False}
-        return predict_targets(backbone.bare_model, backbone.bare_output_layer, targets.of_rows(rows), given)[1]
+        model = self.backbone.bare_model
+        return predict_targets(model, self.backbone.bare_output_layer, targets.of_rows(rows), given)[1]
 
 
 def loss_of_targets(
     predictions: Predictions,
     targets: Targets,
     totals: Tensor | None = None,
-    teacher: Teacher | None = None,
+    losses: DomainLosses | None = None,
 ) -> Tensor:
-    """Compute the loss of targets, in which old rows follow a teacher's distributions instead of their labels.
+    """Compute the loss of targets.
 
     Args:
         predictions: the predictions before each target.
         targets: the targets of all rows.
         totals: the first entry is the divisor; None counts the targets.
-        teacher: the teacher of the old rows, which is not asked without old rows; None follows the labels in all rows.
+        losses: the losses by domain; the bare backbone reads no rows that do not follow it. None follows the labels in
+            all rows.
 
     Returns:
-        A float32 scalar in nats per target: the cross-entropy of the labels plus KL(teacher || model) of the old rows,
-        both divided by the number of all targets.
+        A float32 scalar in nats per target: the sum of the losses of old and new rows, both divided by the number of
+        all targets.
     """
     if totals is None:
         totals = torch.full((1,), len(targets.labels), device=targets.labels.device)
-    if teacher is None or not teacher.is_old_row.any():
+    if losses is None:
         return language_loss(predictions, targets.labels, totals)
-    is_old = teacher.is_old_row[targets.rows]
-    new_loss = language_loss(predictions.select(~is_old), targets.labels[~is_old], totals)
-    return new_loss + divergence_loss(predictions.select(is_old), teacher.predictions(targets), totals)
+    is_old_row = losses.domain == OLD_DOMAIN
+    has_old_rows = bool(is_old_row.any())
+    if not has_old_rows and not losses.objectives.changes_new_rows:
+        return language_loss(predictions, targets.labels, totals)
+    is_old = is_old_row[targets.rows]
+    new = _loss_of_new_rows(predictions.select(~is_old), targets, ~is_old_row, totals, losses)
+    if not has_old_rows:
+        return new
+    old = predictions.select(is_old)
+    if losses.objectives.old == "distil":
+        return new + divergence_loss(old, losses.taught(targets, is_old_row), totals)
+    return new + language_loss(old, targets.labels[is_old], totals)
+
+
+def _loss_of_new_rows(
+    predictions: Predictions,
+    targets: Targets,
+    is_new_row: Tensor,
+    totals: Tensor,
+    losses: DomainLosses,
+) -> Tensor:
+    """Compute the loss of new rows.
+
+    Args:
+        predictions: the predictions before the targets of the new rows.
+        targets: the targets of all rows.
+        is_new_row: bool (B,)
+        totals: the first entry is the divisor.
+        losses: the losses by domain.
+    """
+    objectives = losses.objectives
+    labels = targets.labels[is_new_row[targets.rows]]
+    loss_of_labels = reweighted_loss if objectives.new == "dft" else target_loss
+    taught = None
+    if objectives.anchor > 0 and len(labels):
+        taught = losses.taught(targets, is_new_row)
+
+    def loss(logits: Tensor, rows: slice) -> Tensor:
+        of_labels = loss_of_labels(logits, labels[rows], totals)
+        if taught is None:
+            return of_labels
+        with torch.no_grad():
+            taught_logits = taught.logits(taught.values[rows])
+        return of_labels + objectives.anchor * distillation_loss(logits, taught_logits, totals)
+
+    return predictions.sum(loss)
 
 
 def chunk_size(vocabulary: int, device: torch.device) -> int:

@@ -1,20 +1,74 @@
-"""The language-modeling loss, and the distillation of old rows.
+"""The language-modeling loss, its variants for new rows, and the distillation of old rows.
 
 Shape suffixes: B rows, T tokens, N targets, V in the vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from graftlm.backbone import TokenSelection
+from graftlm.errors import GraftError
 
 IGNORED = -100
 """The label of tokens that are not predicted."""
 
 OLD_DOMAIN = 0
 """The value of `domain` in rows of the old domain."""
+
+
+OldObjective = Literal["replay", "distil"]
+NewObjective = Literal["cross-entropy", "dft"]
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """The losses of training rows.
+
+    Attributes:
+        old: the loss of rows of the old domain. `replay` predicts their tokens; `distil` is the divergence KL(bare
+            backbone || model) at each of their tokens.
+        new: the loss of other rows. `cross-entropy` is -log p(token); `dft` is -p(token) log p(token), in which
+            p(token) has no gradient.
+        anchor: the weight of KL(bare backbone || model) at each token of other rows, which is added to their loss.
+
+    Raises:
+        GraftError: an objective is unknown, or the weight is negative.
+    """
+
+    old: OldObjective = "replay"
+    new: NewObjective = "cross-entropy"
+    anchor: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key, value, known in (
+            ("old_objective", self.old, get_args(OldObjective)),
+            ("new_objective", self.new, get_args(NewObjective)),
+        ):
+            if value not in known:
+                raise GraftError(f"{key} is {value!r}, but {' or '.join(known)} is expected: choose one of them.")
+        if not self.anchor >= 0:
+            raise GraftError(f"anchor is {self.anchor}, but a weight of at least 0 is expected: set it to 0 or more.")
+
+    @property
+    def changes_new_rows(self) -> bool:
+        """Whether the loss of new rows is another one than the cross-entropy."""
+        return self.new != "cross-entropy" or self.anchor > 0
+
+    @property
+    def depends_on_domain(self) -> bool:
+        """Whether the loss of a row depends on its domain."""
+        return self.old == "distil" or self.changes_new_rows
+
+    @property
+    def reads_bare_model(self) -> bool:
+        """Whether the losses need passes of the bare backbone."""
+        return self.old == "distil" or self.anchor > 0
 
 
 class Targets(TokenSelection):
@@ -77,6 +131,25 @@ def target_loss(logits: Tensor, targets: Tensor, totals: Tensor | None = None) -
     nats = functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
     count = (targets != IGNORED).sum() if totals is None else totals[0]
     return nats / count.clamp(min=1)
+
+
+def reweighted_loss(logits: Tensor, targets: Tensor, totals: Tensor) -> Tensor:
+    """Compute the loss of dynamic fine-tuning (Wu et al., 2025, arXiv 2508.05629).
+
+    This is the sum of -p(target) log p(target), divided by the number of targets. The first factor has no gradient, so
+    that tokens that the model thinks impossible move it little.
+
+    Args:
+        logits: (N, V)
+        targets: (N,)
+        totals: the first entry is the divisor.
+
+    Returns:
+        A float32 scalar, which is 0 without targets.
+    """
+    nats = functional.cross_entropy(logits.float(), targets, reduction="none")
+    probabilities = torch.exp(-nats.detach())
+    return (probabilities * nats).sum() / totals[0].clamp(min=1)
 
 
 def distillation_loss(logits: Tensor, taught: Tensor, totals: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
 import torch
@@ -29,13 +29,18 @@ from graftlm.backbone import (
 from graftlm.errors import BackboneError, GraftError, TapConflictError
 from graftlm.grafted.backbone_state import BackboneState
 from graftlm.grafted.checkpointing import LayerCheckpoints
-from graftlm.grafted.chunked_losses import Predictions, Teacher, loss_of_targets, predict_targets
-from graftlm.grafted.losses import Targets, language_modelling_loss, loss_parts
+from graftlm.grafted.chunked_losses import DomainLosses, Predictions, loss_of_targets, predict_targets
+from graftlm.grafted.losses import (
+    NewObjective,
+    Objectives,
+    OldObjective,
+    Targets,
+    language_modelling_loss,
+    loss_parts,
+)
 from graftlm.grafted.traces import cache_traces, forward_traces
 from graftlm.grafted.trainer_support import TrainerSupport, is_frozen
 from graftlm.grafts.base import Graft, HasHeads, ReplacesModel, Trace
-
-OldObjective = Literal["replay", "distil"]
 
 
 @dataclass
@@ -82,6 +87,10 @@ class GraftedModel(TrainerSupport):
         old_objective: the loss of training rows of the old domain. `replay` predicts their tokens as in other rows;
             `distil` is the divergence KL(bare backbone || model) at each of their tokens, which needs a pass of the
             bare backbone.
+        new_objective: the loss of other training rows. `cross-entropy` predicts their tokens; `dft` weights the loss of
+            each token by its probability.
+        anchor: weight of the divergence KL(bare backbone || model) at each token of other training rows, which is added
+            to their loss and needs a pass of the bare backbone.
 
     Attributes:
         backbone: the backbone.
@@ -120,15 +129,13 @@ class GraftedModel(TrainerSupport):
         grafts: Mapping[str, Graft] | None = None,
         *,
         old_objective: OldObjective = "replay",
+        new_objective: NewObjective = "cross-entropy",
+        anchor: float = 0.0,
     ) -> None:
         nn.Module.__init__(self)  # PreTrainedModel.__init__ would change the backbone's config.
         grafts = {} if grafts is None else grafts
         _check_grafts(need_backbone(backbone), grafts)
-        if old_objective not in get_args(OldObjective):
-            raise GraftError(
-                f"old_objective is {old_objective!r}, but {' or '.join(get_args(OldObjective))} is expected: choose "
-                "one of them."
-            )
+        objectives = Objectives(old_objective, new_objective, anchor)
         if backbone.model in self._with_grafts:
             raise TapConflictError(
                 f"The backbone {backbone.name} is part of another GraftedModel, whose grafts would act below the new "
@@ -138,7 +145,7 @@ class GraftedModel(TrainerSupport):
         self.name_or_path = backbone.name
         self.grafts = nn.ModuleDict(dict(grafts))
         self._by_name = dict(grafts)
-        self._distils = old_objective == "distil"
+        self._objectives = objectives
         self._replacing: list[ReplacesModel] = []
         self._backbone_state = BackboneState(backbone.model)
         backbone.model.requires_grad_(False).eval()
@@ -176,12 +183,12 @@ class GraftedModel(TrainerSupport):
     @property
     def reads_bare_model(self) -> bool:
         """Whether training also runs the bare backbone, which can't be sharded together with this model."""
-        return self._distils
+        return self._objectives.reads_bare_model
 
     def _attach(self) -> None:
         """Put the grafts' modules and taps into place."""
         replacing = [graft for graft in self._by_name.values() if isinstance(graft, ReplacesModel)]
-        if self._distils or replacing:
+        if self._objectives.reads_bare_model or replacing:
             # The bare model is made before a graft replaces modules. Its next reader gets the error.
             with suppress(BackboneError):
                 _ = self.backbone.bare_model
@@ -313,10 +320,10 @@ class GraftedModel(TrainerSupport):
 
         Raises:
             GraftError: targets without exactly one graft with heads, a pass in training mode that would lose an
-                auxiliary loss or, with `distil`, has no `domain`, a row of several documents that the backbone can't
-                keep separate, or inputs that a graft does not accept.
+                auxiliary loss or, with objectives that depend on it, has no `domain`, a row of several documents that
+                the backbone can't keep separate, or inputs that a graft does not accept.
             TapError: the cache contains tokens that were read without these grafts.
-            BackboneError: with `distil`, the bare backbone can't run without the hooks of another library.
+            BackboneError: with `distil` or an anchor, the bare backbone can't run without the hooks of another library.
         """
         call_values = {"domain": domain, "token_mask": token_mask, "totals": totals, "prompt": prompt}
         inputs: dict[str, Any] = {
@@ -444,17 +451,19 @@ class GraftedModel(TrainerSupport):
             totals = torch.as_tensor(num_items_in_batch, device=self.model.device).reshape(1)
         if labels is None:
             return {}
-        distils = self._distils and self.training
-        if distils and domain is None:
+        by_domain = self._objectives.depends_on_domain and self.training
+        if by_domain and domain is None:
             self._refuse_auxiliary_loss("the batches have no `domain`")
-        if predictions is None and not distils:
+        if predictions is None and not by_domain:
             lm_loss = language_modelling_loss(output["logits"], labels, totals)
         else:
             targets = Targets(labels)
             predictions = predictions or Predictions(targets.take(output["logits"]))
             inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-            teacher = Teacher(self.backbone, inputs, domain) if distils and domain is not None else None
-            lm_loss = loss_of_targets(predictions, targets, totals, teacher)
+            losses_of_rows = None
+            if by_domain and domain is not None:
+                losses_of_rows = DomainLosses(self._objectives, self.backbone, inputs, domain)
+            lm_loss = loss_of_targets(predictions, targets, totals, losses_of_rows)
         losses = loss_parts(lm_loss, auxiliary_loss)
         if num_items_in_batch is not None:  # A trainer uses all other fields as predictions.
             losses = {"loss": losses["loss"]}

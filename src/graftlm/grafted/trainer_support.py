@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from graftlm.backbone import Backbone
 from graftlm.errors import GraftError
 from graftlm.grafted.checkpointing import LayerCheckpoints, checkpointed_modules
-from graftlm.grafted.losses import IGNORED
+from graftlm.grafted.losses import IGNORED, Objectives
 from graftlm.grafts.base import Graft
 from graftlm.store.artifact import save_into
 
@@ -36,7 +36,7 @@ class TrainerSupport(PreTrainedModel):
     model: PreTrainedModel
     grafts: nn.ModuleDict
     _by_name: dict[str, Graft]
-    _distils: bool
+    _objectives: Objectives
     _checkpoints: LayerCheckpoints
 
     def _get_name(self) -> str:
@@ -172,14 +172,14 @@ class TrainerSupport(PreTrainedModel):
                 )
 
     def _refuse_auxiliary_loss(self, problem: str) -> None:
-        """Raise `GraftError` in training mode if old rows have an additional loss: that of a graft or of distillation.
+        """Raise `GraftError` in training mode if the loss of rows depends on their domain, or a graft adds to it.
 
         Args:
             problem: why the trainer would lose this loss, as a main clause.
         """
         if not self.training:
             return
-        source = "The model distils old rows" if self._distils else None
+        source = "The loss of a row depends on its domain" if self._objectives.depends_on_domain else None
         for name, graft in self._by_name.items():
             if graft.config.has_auxiliary_loss and not is_frozen(graft):
                 source = f"The graft {name} has an auxiliary loss"

@@ -2,6 +2,7 @@
 
 from graftlm.grafts.base import (
     AdapterForm,
+    ChangesAtEnd,
     ChoosesByPrompt,
     Exportable,
     ExportedAdapter,
@@ -19,3 +20,4 @@ from graftlm.grafts.base import (
     Traceable,
 )
 from graftlm.grafts.registry import build_graft, default_config, graft_class, graft_config, kinds, register_graft
+from graftlm.grafts.sizes import HasSizes, Sizes

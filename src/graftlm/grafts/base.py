@@ -14,6 +14,8 @@ A method subclasses `Graft`. Abilities that only some methods have are mix-ins, 
     ChoosesByPrompt  acts as one of several LoRA adapters, which the prompt determines
     ReadsPeft        accepts PEFT adapters without conversion
     HasTensors       saves tensors that differ from its `state_dict`
+    ChangesAtEnd     changes its weights once, after training
+    HasSizes         has a size that can be chosen by a number of parameters (`graftlm.grafts.sizes`)
 """
 
 from __future__ import annotations
@@ -257,6 +259,21 @@ class FitsOnText(ABC):
 
         Returns:
             Sentences that warn the user of problems of the texts; an empty list without problems.
+        """
+
+
+class ChangesAtEnd(ABC):
+    """A graft that may change its weights once, after training and before it is measured and saved."""
+
+    @abstractmethod
+    def finish(self) -> dict[str, float]:
+        """Change the weights of the attached graft, as its config says.
+
+        Returns:
+            What was changed, as metrics by name; empty if the config changes nothing.
+
+        Raises:
+            GraftError: the weights can't be changed.
         """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -12,9 +12,11 @@ from graftlm.config import Config
 from graftlm.data import DataConfig, SelfSourceConfig
 from graftlm.errors import RecipeError
 from graftlm.evaluation.evaluator import BACKBONE_ROW, NEW_SET, OLD_SET, EvaluationConfig
-from graftlm.grafts import GraftConfig, default_config, kinds
+from graftlm.grafts import GraftConfig, HasSizes, default_config, kinds
 from graftlm.runs.graft_run import AnyGraft, GraftRun
+from graftlm.runs.matching import MatchedGraft, MethodGraft, trained_parameters
 from graftlm.runs.run import Run
+from graftlm.runs.shared import load_shared
 from graftlm.training.config import TrainingConfig
 
 
@@ -22,7 +24,7 @@ class MethodConfig(Config):
     """One row of a comparison: a graft, and the keys of training and data that differ from the recipe's."""
 
     label: str = ""
-    graft: AnyGraft
+    graft: MethodGraft
     training: dict[str, Any] = Field({}, description="Keys of the training section, such as learning_rate.")
     data: dict[str, Any] = Field({}, description="Keys of the data section, such as new or replay_fraction.")
 
@@ -97,6 +99,11 @@ class Recipe(TextRecipe):
             )
         if self.graft is None and not self.methods:
             yield "the recipe has neither graft nor methods: name a graft to train, or methods to compare"
+        if self.graft is None and self.methods and isinstance(self._first_method().graft, MatchedGraft):
+            yield (
+                "the capacity of the first method is match, which takes the parameters of the graft section or of the "
+                "first method: add a graft section, or give the first method a size"
+            )
         if BACKBONE_ROW in self.methods:
             yield "the method id backbone is the id of the backbone's own row: choose another"
         if self.training.has_steps and not self.data.new:
@@ -127,24 +134,41 @@ class Recipe(TextRecipe):
             evaluation=self.evaluation,
         )
 
+    def _first_method(self) -> MethodConfig:
+        return next(iter(self.methods.values()))
+
+    def compared(self) -> dict[str, MethodConfig]:
+        """Return the methods of a comparison by row id.
+
+        Without methods, they are the recipe's graft and every other kind of graft that needs no settings, of the same
+        size where the kind has one.
+        """
+        return self.methods or self._default_methods()
+
     def comparison(self) -> list[GraftRun]:
         """Return the runs of a comparison, one for each method.
 
-        Without methods, they train the recipe's graft and every other kind of graft that needs no settings.
+        The backbone is loaded if the size of a graft is to match that of another.
 
         Raises:
             ValueError: a method changes the test texts.
             RecipeError: a key that a method changes is unknown, or its value does not fit.
+            GraftError: a size is to match, and the backbone can't be loaded, or a graft does not fit it.
         """
-        methods = self.methods or self._default_methods()
+        methods = self.compared()
+        aim = self._matched_parameters(methods)
         runs = []
         for name, method in methods.items():
             training, data = self.changed_sections(method, f"methods.{name}")
+            graft, matched = method.graft, None
+            if isinstance(graft, MatchedGraft):
+                graft, matched = graft.resolved(aim, load_shared(self.backbone))
             run = GraftRun(
                 id=name,
                 label=method.label,
                 backbone=self.backbone,
-                graft=method.graft,
+                graft=graft,
+                matched=matched,
                 data=data,
                 training=training,
                 evaluation=self.evaluation,
@@ -152,15 +176,28 @@ class Recipe(TextRecipe):
             runs.append(run)
         return runs
 
+    def _matched_parameters(self, methods: Mapping[str, MethodConfig]) -> int:
+        """Return the trainable parameters of the recipe's graft, or of the first method; 0 where no size is to match.
+
+        Raises:
+            GraftError: the backbone can't be loaded, or the graft does not fit it.
+        """
+        if not any(isinstance(method.graft, MatchedGraft) for method in methods.values()):
+            return 0
+        graft = self.graft or self._first_method().graft
+        assert isinstance(graft, GraftConfig), "the size of the first method is given"
+        return trained_parameters(graft, load_shared(self.backbone))
+
     def _default_methods(self) -> dict[str, MethodConfig]:
         """Return the recipe's graft, and every other kind of graft that needs no settings, as methods."""
         assert self.graft is not None, "a recipe without methods has a graft"
-        configs: dict[str, GraftConfig] = {self.graft.kind: self.graft}
+        grafts: dict[str, GraftConfig | MatchedGraft] = {self.graft.kind: self.graft}
         for kind in kinds():
             config = default_config(kind)
             if config is not None:
-                configs.setdefault(kind, config)
-        return {kind: MethodConfig(graft=config) for kind, config in configs.items()}
+                has_sizes = issubclass(config.graft_class, HasSizes)
+                grafts.setdefault(kind, MatchedGraft.of({"kind": kind}) if has_sizes else config)
+        return {kind: MethodConfig(graft=graft) for kind, graft in grafts.items()}
 
     def frontier_runs(self) -> dict[str, list[GraftRun]]:
         """Return the runs of a comparison at every rate and strength, by method.
@@ -212,15 +249,21 @@ def check_sections(training: TrainingConfig, data: DataConfig, evaluation: Evalu
         ValueError: the training is sharded but uses strengths or distillation, text that continues from step to step
             does not fit the other keys, or the text of own_kl has the seed of training text.
     """
-    if training.sharded and evaluation.strengths:
+    moves_back = "strengths" if evaluation.strengths else "strength"
+    if training.sharded and (evaluation.strengths or evaluation.strength is not None):
         raise ValueError(
-            "evaluation.strengths moves weights back to their start, but training.sharded spreads the weights over "
-            "processes: set sharded to false, or leave strengths out"
+            f"evaluation.{moves_back} moves weights back to their start, but training.sharded spreads the weights over "
+            f"processes: set sharded to false, or leave {moves_back} out"
         )
-    if training.sharded and data.old_objective == "distil":
+    if evaluation.strength is not None and not training.has_steps:
         raise ValueError(
-            "old_objective distil needs a pass of the bare backbone, but training.sharded spreads its weights over "
-            "processes: set sharded to false, or old_objective to replay"
+            "evaluation.strength moves trained weights back, but training.steps is 0: set steps, or leave strength out"
+        )
+    if training.sharded and (data.old_objective == "distil" or data.anchor):
+        key = "anchor" if data.anchor else "old_objective distil"
+        raise ValueError(
+            f"{key} needs a pass of the bare backbone, but training.sharded spreads its weights over processes: set "
+            "sharded to false, or change that key"
         )
     if training.epochs is not None and (data.stream or any(source.streaming for source in data.new)):
         raise ValueError(
@@ -244,12 +287,14 @@ def _check_stream(training: TrainingConfig, data: DataConfig) -> None:
         changes.append("data.boundaries to joined")
     if data.replay_fraction:
         changes.append("data.replay_fraction to 0")
+    if data.anchor:
+        changes.append("data.anchor to 0")
     if training.gradient_checkpointing:
         changes.append("training.gradient_checkpointing to false")
     if changes:
         raise ValueError(
             "data.stream continues each row from the cache of the previous step, which needs joined boundaries, no "
-            f"replay and no gradient checkpointing: set {', '.join(changes)}, or set data.stream to false"
+            f"replay, no anchor and no gradient checkpointing: set {', '.join(changes)}, or set data.stream to false"
         )
     if data.weights is not None or any(source.weight is not None for source in data.new):
         raise ValueError(

@@ -33,10 +33,13 @@ from graftlm.evaluation.kept_answers import WORST, answer_metrics, compare_answe
 from graftlm.evaluation.known_answers import find_known
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.metric_text import format_metric
+from graftlm.evaluation.strengths import move_back
 from graftlm.evaluation.taught_answers import TaughtAnswer, evenly_spaced
 from graftlm.files.digests import file_digest
 from graftlm.grafted.model import GraftedModel
-from graftlm.grafts import FitsOnText, Graft, GraftConfig, ReadsModels, ReplacesModel, graft_config
+from graftlm.grafts import ChangesAtEnd, FitsOnText, Graft, GraftConfig, ReadsModels, ReplacesModel, graft_config
+from graftlm.runs.matching import MatchedSize
+from graftlm.runs.rewriting_run import RewritingRun
 from graftlm.runs.run import RunContext, Trainee, TrainingRun, steps_text
 from graftlm.runs.sampling_run import SAMPLES, SamplingRun
 from graftlm.runs.shared import load_shared, load_shared_evaluator, release_shared, shared_batches
@@ -46,6 +49,8 @@ from graftlm.store.manifest import TENSORS_NAME
 from graftlm.training.loop import TrainingSummary
 from graftlm.training.stateful import StatefulBatches, StatefulModel
 
+LATER_DATA_KEYS = ("new_objective", "anchor", "rewrite")
+"""Keys of the data section that do not count at their defaults."""
 _SHOWN_CONFLICTS = 3
 _CHECKED_CHATS = 256
 GRAFT_NAME = "graft"
@@ -77,10 +82,11 @@ class GraftRun(TrainingRun):
     """Train one graft on one backbone on text; without a graft, measure the bare backbone.
 
     The grafts of the runs in `depends_on` are attached before it and stay frozen. With `continues`, the last of them is
-    trained further instead of a new graft.
+    trained further instead of a new graft. `matched` tells for the report how the size of the graft was chosen.
     """
 
     continues: bool = False
+    matched: MatchedSize | None = None
     backbone: BackboneConfig
     graft: AnyGraft | None = None
     data: DataConfig = DataConfig()
@@ -89,13 +95,18 @@ class GraftRun(TrainingRun):
     def settings(self) -> dict[str, Any]:
         settings = super().settings()
         settings["evaluation"].pop("forgetting_budget")
+        del settings["matched"]  # the graft's config has the size
         # Later fields are left out at their defaults, so that earlier runs keep their keys.
         if not self.data.stream:
             del settings["data"]["stream"]
+        for key in LATER_DATA_KEYS:
+            if getattr(self.data, key) == DataConfig.model_fields[key].default:
+                del settings["data"][key]
         if not self.continues:
             del settings["continues"]
-        if self.evaluation.ask is None:
-            del settings["evaluation"]["ask"]
+        for key in ("ask", "strength"):
+            if getattr(self.evaluation, key) is None:
+                del settings["evaluation"][key]
         if self.graft is None:
             data = settings["data"]
             settings["data"] = {"test": data["test"], "length": data["length"]}
@@ -133,10 +144,16 @@ class GraftRun(TrainingRun):
         if self.evaluation.ask is not None:
             check_questions(self.evaluation.ask, backbone.need_tokenizer())
 
-    def needs(self) -> Sequence[SamplingRun]:
+    def needs(self) -> Sequence[SamplingRun | RewritingRun]:
         if self.graft is None:
             return []
-        return [*self._old_samples(), *self._test_samples()]
+        return [*self._rewriting(), *self._old_samples(), *self._test_samples()]
+
+    def _rewriting(self) -> list[RewritingRun]:
+        """Return the run that rewrites the answers of the new conversations, in a list that may be empty."""
+        if self.data.rewrite is None or not self.training.has_steps:
+            return []
+        return [RewritingRun.of(self.backbone, self.data.rewrite, self.data.length, self.data.new)]
 
     def _old_samples(self) -> list[SamplingRun]:
         """Return the runs that sample old text to train on."""
@@ -219,6 +236,7 @@ class GraftRun(TrainingRun):
         _ = evaluator.backbone_scores
         _ = evaluator.backbone_outcomes
         _ = evaluator.backbone_answers
+        _ = evaluator.validator
         for note in self._notes_on_conversations(backbone):
             context.log(note)
         self._log_start(context)
@@ -227,7 +245,14 @@ class GraftRun(TrainingRun):
                 context.log(note)
         model_class = StatefulModel if self.data.stream else GraftedModel
         grafts = {**earlier, GRAFT_NAME: graft}
-        with model_class(backbone, grafts, old_objective=self.data.old_objective) as model:
+        grafted = model_class(
+            backbone,
+            grafts,
+            old_objective=self.data.old_objective,
+            new_objective=self.data.new_objective,
+            anchor=self.data.anchor,
+        )
+        with grafted as model:
             _freeze(model, earlier.values())
             evaluation = GraftEvaluation(evaluator=evaluator, start=self._weights_before_training(model))
             yield Trainee(model=model, batches=batches, identity=identity, evaluation=evaluation)
@@ -247,6 +272,8 @@ class GraftRun(TrainingRun):
             "data": None if batches is None else batches.fingerprint(),
             "old_objective": self.data.old_objective,
         }
+        data = self.data.model_dump(mode="json", include=set(LATER_DATA_KEYS))
+        identity |= {key: value for key, value in data.items() if value != DataConfig.model_fields[key].default}
         if self.depends_on:
             files = [context.dependencies[name] / "graft" / TENSORS_NAME for name in self.depends_on]
             identity["trained_after"] = [file_digest(file) for file in files]
@@ -326,7 +353,8 @@ class GraftRun(TrainingRun):
 
     def _weights_before_training(self, model: GraftedModel) -> dict[str, Tensor]:
         """Copy the trainable weights if the evaluation moves weights back to their start."""
-        if not (self.evaluation.strengths and self.training.has_steps):
+        moves_back = self.evaluation.strengths or self.evaluation.strength is not None
+        if not (moves_back and self.training.has_steps):
             return {}
         return {name: weight.detach().clone() for name, weight in model.trainable_parameters().items()}
 
@@ -345,9 +373,12 @@ class GraftRun(TrainingRun):
         tokenizer = backbone.need_tokenizer()
         files = [dependencies[run.id] / SAMPLES for run in self._old_samples()]
         own_text = [[marked_ids(sample) for sample in read_own_text(file)] for file in files]
-        if not self.data.stream:
-            return build_mixture(self.data, tokenizer, self.training.batch_size, own_text)
-        blocks = build_blocks(self.data.new, self.data, tokenizer)
+        data = self.data
+        for run in self._rewriting():
+            data = data.model_copy(update={"new": run.rewritten_sources(dependencies[run.id])})
+        if not data.stream:
+            return build_mixture(data, tokenizer, self.training.batch_size, own_text)
+        blocks = build_blocks(data.new, data, tokenizer)
         assert isinstance(blocks, TokenBlocks), "the config does not allow a streaming source here"
         return StatefulBatches(blocks, self.training.batch_size)
 
@@ -355,7 +386,18 @@ class GraftRun(TrainingRun):
         assert self.graft is not None, "a bare backbone is not trained"
         label = self.label or self.graft.label
         evaluation = trainee.evaluation
-        measurement = evaluation.evaluator.measure(trainee.model, self.id, label, evaluation.start)
+        graft = trainee.model.grafts[GRAFT_NAME]
+        finished = graft.finish() if isinstance(graft, ChangesAtEnd) and self.training.has_steps else {}
+        chosen = evaluation.evaluator.choose_strength(trainee.model, evaluation.start)
+        start = evaluation.start
+        if chosen is not None:
+            move_back(trainee.model.trainable_parameters(), start, chosen[0])
+            start = {}
+        measurement = evaluation.evaluator.measure(trainee.model, self.id, label, start)
+        measurement.add_metrics(finished)
+        if chosen is not None:
+            measurement.add_metrics({"strength": chosen[0]})
+            measurement.details["validated_strengths"] = chosen[1]
         if self.evaluation.ask is not None:
             self._compare_answers(evaluation.evaluator, trainee.model, measurement)
         return measurement

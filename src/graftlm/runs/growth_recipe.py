@@ -87,6 +87,11 @@ class GrowthRecipe(TextRecipe):
                 f"{where} has old_objective distil, which follows the bare backbone, but the bare backbone has not "
                 "learned the earlier stages: set old_objective to replay after the first stage"
             )
+        if not is_first and stage.data.anchor:
+            yield (
+                f"{where} has an anchor, which is the bare backbone, but the bare backbone has not learned the earlier "
+                "stages: set anchor to 0 after the first stage"
+            )
         check_sections(stage.training, stage.data, self.evaluation)
 
     def _problems_of_grafts(self, grafts: Sequence[GraftConfig]) -> Iterator[str]:

@@ -14,13 +14,14 @@ from graftlm.evaluation import Results
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.report import write_report
 from graftlm.files.writing import write_atomically
-from graftlm.grafts import graft_class, kinds
+from graftlm.grafts import HasSizes, graft_class, kinds
 from graftlm.processes import process_state
 from graftlm.runs.execute import execute, locked
 from graftlm.runs.graft_recipe import Recipe
 from graftlm.runs.graft_run import GraftRun
 from graftlm.runs.growth_recipe import GrowthRecipe
 from graftlm.runs.language_run import LanguageModelRecipe
+from graftlm.runs.matching import CAPACITY, MATCH
 from graftlm.runs.recipe_results import AnyRecipe, add_frontier, make_results
 from graftlm.runs.run import Log, Run
 from graftlm.runs.task_run import TaskRecipe
@@ -85,6 +86,7 @@ def compare_recipe(
         GraftError: the model or its texts can't be loaded, or training stops; see `train`.
     """
     recipe = _comparable(recipe)
+    check_tracker(recipe.training.tracker)  # before the backbone is loaded to match sizes
     folder = _folder(recipe, out)
     if not frontier:
         runs = [*recipe.backbone_runs(), *recipe.comparison()]
@@ -179,11 +181,16 @@ def _run(
         if is_main:
             write_atomically(folder / "recipe.yaml", recipe.to_yaml().encode())
         measurements = execute(runs, folder, progress=progress, log=log)
-        results = make_results(recipe, name, list(measurements.values()))
+        results = make_results(recipe, name, list(measurements.values()), _matched_sizes(runs))
         if is_main:
             results, plots = _add_plots(recipe, results, measurements, frontier, log)
             write_report(results, folder, plots=plots)
     return results
+
+
+def _matched_sizes(runs: Sequence[Run]) -> dict[str, dict[str, object]]:
+    """Return how the sizes of grafts were chosen, by row id, as JSON values."""
+    return {run.id: run.matched.model_dump() for run in runs if isinstance(run, GraftRun) and run.matched is not None}
 
 
 def _add_plots(
@@ -279,7 +286,19 @@ def recipe_schema() -> dict[str, Any]:
         _require_kind(variant)
         variants.append(variant)
     definitions["GraftConfig"] = {"title": "Graft", "oneOf": variants}
+    definitions["MatchedGraft"] = _matched_schema()
     return {"title": "Recipe", "oneOf": list(forms.values()), "$defs": definitions}
+
+
+def _matched_schema() -> dict[str, object]:
+    """Return the schema of a graft with `capacity: match`, whose other keys are those of its kind."""
+    sized = [kind for kind in kinds() if issubclass(graft_class(kind), HasSizes)]
+    return {
+        "title": "Graft of a matched size",
+        "type": "object",
+        "properties": {"kind": {"enum": sized}, CAPACITY: {"const": MATCH}},
+        "required": ["kind", CAPACITY],
+    }
 
 
 def _require_kind(schema: dict[str, Any]) -> None:

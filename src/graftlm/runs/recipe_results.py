@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 AnyRecipe = Recipe | GrowthRecipe | LanguageModelRecipe | TaskRecipe
 
 
-def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measurement]) -> Results:
+def make_results(
+    recipe: AnyRecipe,
+    name: str,
+    measurements: Sequence[Measurement],
+    matched: Mapping[str, Mapping[str, object]],
+) -> Results:
     """Make the results of a recipe.
 
     Args:
         recipe: the recipe of the runs.
         name: the command: train, compare or grow.
         measurements: the measurements of the runs, in the order of the rows.
+        matched: how the sizes of grafts were chosen, by row id.
 
     Returns:
         The results with one row for each run, one for each other model that a graft reads, and for the command train
@@ -35,11 +41,13 @@ def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measuremen
     """
     rows = [measurement.row for measurement in measurements]
     details = _details_by_kind(measurements)
+    if matched:
+        details["matched_sizes"] = dict(matched)
     if isinstance(recipe, GrowthRecipe):
         rows = recipe.compared(rows, _windows_by_row(measurements))
     if isinstance(recipe, Recipe) and name == "compare":
         # Of a frontier, the rows at a method's own rate.
-        own = [run.id for run in recipe.comparison()]
+        own = list(recipe.compared())
         windows = {row_id: found for row_id, found in _windows_by_row(measurements).items() if row_id in own}
         differences = list(differences_between(windows))
         if differences:

@@ -278,6 +278,8 @@ def steps_text(steps: int) -> str:
 
 def _training_metrics(summary: TrainingSummary, memory: MemoryWatch) -> dict[str, object]:
     metrics: dict[str, object] = {
+        "train_tokens": summary.tokens,
+        "train_seconds": summary.seconds,
         "train_tokens_per_s": summary.tokens_per_s,
         "peak_memory_bytes": memory.peak,
     }

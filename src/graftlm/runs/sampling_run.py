@@ -11,6 +11,7 @@ from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import SelfSourceConfig, SourceConfig, build_documents
 from graftlm.data.near_text import LEFT_OUT, sample_near_text
+from graftlm.data.own_answers import ANSWER_REASONS, sample_answers
 from graftlm.data.own_text import OwnText
 from graftlm.data.own_text_sampling import sample_own_text
 from graftlm.evaluation import Metric, Row
@@ -81,7 +82,7 @@ class SamplingRun(Run):
 
     def measure(self, context: RunContext) -> Measurement:
         backbone = load_shared(self.backbone)
-        kind = "own text" if self.source.near is None else "own text near the new text"
+        kind = self.source.name.removeprefix("the backbone's ")
         context.log(f"Sampling {self.source.tokens:,} tokens of {backbone.name}'s {kind}.")
         started = perf_counter()
         with process_state().main_process_first():  # The other processes read its file.
@@ -98,9 +99,9 @@ class SamplingRun(Run):
         }
         if self.source.near is not None:
             reasons = Counter(sample.left_out for sample in drawn if sample.left_out)
-            _log_reasons(reasons, len(drawn), context)
+            log_reasons(reasons, len(drawn), context)
             metrics["left_out"] = reasons.total()
-            for reason in LEFT_OUT:
+            for reason in ANSWER_REASONS if self.source.near == "prompts" else LEFT_OUT:
                 metrics[f"left_out_{reason.replace(' ', '_')}"] = reasons[reason]
         return Measurement(Row(id=self.id, label=self.label, metrics=metrics))
 
@@ -111,6 +112,16 @@ class SamplingRun(Run):
             return sample_own_text(
                 backbone,
                 self.source,
+                self.length,
+                path,
+                key=context.key,
+                progress=context.progress,
+            )
+        if self.source.near == "prompts":
+            return sample_answers(
+                backbone,
+                self.source,
+                build_documents(self.new),
                 self.length,
                 path,
                 key=context.key,
@@ -132,8 +143,14 @@ class SamplingRun(Run):
         release_shared()
 
 
-def _log_reasons(reasons: Counter[str], drawn: int, context: RunContext) -> None:
-    """Log how many texts are used, and how many are left out for each reason."""
+def log_reasons(reasons: Counter[str], drawn: int, context: RunContext) -> None:
+    """Log how many texts are used, and how many are left out for each reason.
+
+    Args:
+        reasons: number of texts that are left out for each reason.
+        drawn: number of all texts.
+        context: where to log.
+    """
     used = drawn - reasons.total()
     counts = [f"{count:,} ({reason})" for reason, count in reasons.most_common()]
     left_out = ", ".join(counts) or "none"

@@ -73,6 +73,7 @@ class TrainingCounts:
         loss: loss of the last step, in nats per token; None before the first step.
         timed_tokens: tokens of the steps that `seconds` covers: all but the first after each start.
         seconds: duration of those steps, without checkpoints.
+        all_seconds: duration of all steps, without checkpoints.
     """
 
     step: int = 0
@@ -82,6 +83,7 @@ class TrainingCounts:
     loss: float | None = None
     timed_tokens: int = 0
     seconds: float = 0.0
+    all_seconds: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:

@@ -229,8 +229,8 @@ def _check_sharding(model: nn.Module) -> None:
     """Raise `TrainingError` for a model that would train otherwise, or not at all, if its weights were sharded."""
     if getattr(model, "reads_bare_model", False):
         raise TrainingError(
-            "training.sharded is true and data.old_objective is distil, but the bare backbone, which each process runs "
-            "for old rows, can't be sharded: set old_objective to replay, or sharded to false."
+            "training.sharded is true, but the bare backbone, which each process runs because data.old_objective is "
+            "distil or data.anchor is above 0, can't be sharded: change these keys, or set sharded to false."
         )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter._backward_hooks:

@@ -48,6 +48,7 @@ class TrainingSummary:
         tokens: number of input tokens without padding, over all resumptions.
         tokens_per_s: input tokens per second, without checkpoints and the first step after each start; 0 if no other
             step was done.
+        seconds: duration of all steps without checkpoints, over all resumptions.
         loss: loss of the last step with its auxiliary part, in nats per token.
         rows_without_target: number of rows that had no token to predict, over all resumptions.
         steps_without_target: number of updates whose rows had none, so that they taught nothing.
@@ -58,6 +59,7 @@ class TrainingSummary:
     steps: int
     tokens: int
     tokens_per_s: float
+    seconds: float
     loss: float
     rows_without_target: int
     steps_without_target: int
@@ -130,6 +132,7 @@ def train(
         steps=state.counts.step,
         tokens=state.counts.tokens,
         tokens_per_s=state.counts.tokens_per_s,
+        seconds=state.counts.all_seconds,
         loss=state.counts.loss,
         rows_without_target=state.counts.rows_without_target,
         steps_without_target=state.counts.steps_without_target,
@@ -165,10 +168,12 @@ def _run_steps(state: TrainingState, *, progress: bool) -> None:
             counts.step += 1
             counts.tokens += tokens
             counts.loss = log["loss"]
+            seconds = time.perf_counter() - started
+            counts.all_seconds += seconds
             # The first step after a start includes the warm-up of kernels.
             if counts.step > first + 1:
                 counts.timed_tokens += tokens
-                counts.seconds += time.perf_counter() - started
+                counts.seconds += seconds
             _log_step(state, history, log)
             _show_progress(counts, update)
             _save_if_due(state, history)

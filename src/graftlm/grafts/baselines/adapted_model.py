@@ -19,7 +19,8 @@ from graftlm.errors import BackboneError, first_line
 if TYPE_CHECKING:
     from peft import PeftType
 
-_ADAPTER = "graft"
+ADAPTER = "graft"
+"""PEFT's name of a graft's adapter."""
 _PREFIX = "base_model."  # precedes every name of a `PeftModel`
 
 
@@ -34,10 +35,10 @@ class AdaptedModel(nn.Module):
     def __init__(self, model: PreTrainedModel, config: PeftConfig) -> None:
         super().__init__()
         tuner = PEFT_TYPE_TO_TUNER_MAPPING[cast("PeftType", config.peft_type)]
-        self.base_model: BaseTuner = tuner(model, copy.deepcopy(config), _ADAPTER)
+        self.base_model: BaseTuner = tuner(model, copy.deepcopy(config), ADAPTER)
         self.peft_config = self.base_model.peft_config
         # PEFT trains in float32 on half-precision models.
-        cast_adapter_dtype(model, _ADAPTER)
+        cast_adapter_dtype(model, ADAPTER)
         for module in model.modules():
             if isinstance(module, BaseTunerLayer):
                 _repair_after_cast(module)
@@ -48,7 +49,7 @@ class AdaptedModel(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that PEFT saves, without the prefix of a `PeftModel` in their names."""
-        tensors = get_peft_model_state_dict(self, adapter_name=_ADAPTER, save_embedding_layers=False)
+        tensors = get_peft_model_state_dict(self, adapter_name=ADAPTER, save_embedding_layers=False)
         return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -58,20 +59,20 @@ class AdaptedModel(nn.Module):
             tensors: the tensors by the names that `tensors` returns.
         """
         prefixed = {_PREFIX + name: tensor for name, tensor in tensors.items()}
-        set_peft_model_state_dict(self, prefixed, adapter_name=_ADAPTER)
+        set_peft_model_state_dict(self, prefixed, adapter_name=ADAPTER)
 
 
 def _repair_after_cast(layer: Any) -> None:
     """Repair hooks on old parameters, and magnitudes of rounded norms, which are stale after a cast to float32."""
     if hasattr(layer, "_attach_hooks"):
         layer._detach_hooks()
-        layer._attach_hooks(_ADAPTER)
-    if _ADAPTER in getattr(layer, "lora_magnitude_vector", ()) and _ADAPTER in layer.lora_A:
-        layer.lora_magnitude_vector[_ADAPTER].update_layer(
+        layer._attach_hooks(ADAPTER)
+    if ADAPTER in getattr(layer, "lora_magnitude_vector", ()) and ADAPTER in layer.lora_A:
+        layer.lora_magnitude_vector[ADAPTER].update_layer(
             base_layer=layer.get_base_layer(),
-            scaling=layer.scaling[_ADAPTER],
-            lora_A=layer.lora_A[_ADAPTER].weight,
-            lora_B=layer.lora_B[_ADAPTER].weight,
+            scaling=layer.scaling[ADAPTER],
+            lora_A=layer.lora_A[ADAPTER].weight,
+            lora_B=layer.lora_B[ADAPTER].weight,
         )
 
 

@@ -17,6 +17,7 @@ from graftlm.backbone.modules import linear_sizes
 from graftlm.errors import BackboneError, RecipeError
 from graftlm.grafts.base import Exportable, Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
 from graftlm.grafts.baselines.deeper_model import deeper_model
+from graftlm.grafts.sizes import HasSizes, Sizes
 from graftlm.grafts.trained_copy import check_plain
 
 
@@ -40,7 +41,7 @@ class LlamaProConfig(GraftConfig):
             yield "both blocks and capacity are set, but only one of them is expected: leave one out"
 
 
-class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
+class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors, HasSizes):
     """Trained copies of some layers, each after its original, with output projections of zero at the start.
 
     The graft runs another model of the backbone's class with more layers, which shares the backbone's weights. The
@@ -59,6 +60,7 @@ class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
 
     Config: ClassVar[type[GraftConfig]] = LlamaProConfig
     label = "LLaMA Pro"
+    size_keys: ClassVar[Mapping[str, int]] = {"blocks": 1}
 
     def __init__(self, config: LlamaProConfig, backbone: Backbone) -> None:
         super().__init__()
@@ -78,6 +80,20 @@ class LlamaPro(Graft, ReplacesModel, Exportable, HasTensors):
                 _run_in_float32(block, model.dtype)
         self._live: list[PreTrainedModel] = []
         self._check_start(model, sites)
+
+    @classmethod
+    def sizes(cls, config: GraftConfig, backbone: Backbone) -> Sizes:
+        sizes_of_layers = [_count(layer) for layer in backbone.sites.layers]
+
+        def parameters(blocks: int) -> int:
+            return sum(sizes_of_layers[layer] for layer in copied_layers(len(sizes_of_layers), blocks))
+
+        return Sizes(
+            key="blocks",
+            values=range(1, len(sizes_of_layers) + 1),
+            parameters=parameters,
+            config=lambda blocks: config.model_copy(update={"blocks": blocks, "capacity": None}),
+        )
 
     @property
     def decodes_in_one_graph(self) -> bool:
@@ -177,7 +193,7 @@ def _number_of_blocks(config: LlamaProConfig, backbone: Backbone) -> int:
     if blocks is None:
         assert config.capacity is not None, "the config has one of the two"
         weights = backbone.parameter_count
-        in_layers = sum(parameter.numel() for parameter in backbone.sites.layers.parameters())
+        in_layers = _count(backbone.sites.layers)
         blocks = max(1, round(config.capacity * weights * layers / in_layers))
     if blocks > layers:
         raise RecipeError(
@@ -185,6 +201,10 @@ def _number_of_blocks(config: LlamaProConfig, backbone: Backbone) -> int:
             f"{backbone.name}, each of which can be copied once: lower blocks or capacity."
         )
     return blocks
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _check_layer(sites: Sites, layer: int) -> None:

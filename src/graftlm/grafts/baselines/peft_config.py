@@ -111,6 +111,41 @@ def config_class(method: str) -> tuple[type[PeftConfig], dict[str, bool]]:
     return known[name], fixed
 
 
+@dataclasses.dataclass(frozen=True)
+class SizeOption:
+    """The option of a method that sets its size.
+
+    Attributes:
+        key: its name.
+        divides: whether it must divide the widths of the modules.
+        squared: whether it counts weights of a matrix, and not of a row.
+        grows: whether the number of parameters grows with it.
+        step: it must be a multiple of this number.
+        others: other options that set the size.
+    """
+
+    key: str
+    divides: bool = False
+    squared: bool = False
+    grows: bool = True
+    step: int = 1
+    others: tuple[str, ...] = ()
+
+
+def option_of_size(method: str) -> SizeOption | None:
+    """Return the option that sets the size of a method; None if there is none.
+
+    Args:
+        method: the name of the method in PEFT or an alias, in upper or lower case.
+    """
+    cls, _ = config_class(method)
+    name = _ALIASES.get(method.upper(), (method.upper(), {}))[0]
+    if name in _LIMITS["sizes"]:
+        values = _LIMITS["sizes"][name]
+        return SizeOption(**{**values, "others": tuple(values.get("others", ()))}) if values else None
+    return SizeOption("r") if "r" in option_names(cls) else None
+
+
 def _refusal(name: str) -> str:
     """Return why a method of PEFT can't be a graft; an empty string if it can."""
     if name in _LIMITS["methods"]:

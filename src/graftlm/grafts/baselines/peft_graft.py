@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
 from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from graftlm.backbone import Backbone
-from graftlm.errors import ArtifactError, BackboneError, TapConflictError, first_line
+from graftlm.backbone import Backbone, Sites
+from graftlm.errors import ArtifactError, BackboneError, RecipeError, TapConflictError, first_line
 from graftlm.grafts.base import (
     Exportable,
     ExportsLowRank,
@@ -27,7 +29,14 @@ from graftlm.grafts.base import (
     check_tensors,
 )
 from graftlm.grafts.baselines.adapted_model import AdaptedModel, adapt
-from graftlm.grafts.baselines.peft_config import PeftGraftConfig, config_class, is_traceable, option_names
+from graftlm.grafts.baselines.peft_config import (
+    PeftGraftConfig,
+    config_class,
+    is_traceable,
+    option_names,
+    option_of_size,
+)
+from graftlm.grafts.sizes import HasSizes, Sizes
 from graftlm.grafts.untying import tie_if_equal, untie
 
 # Largest change of the logits that counts as rounding, as a share of the largest logit. In half precision it is 16
@@ -36,12 +45,15 @@ _START_TOLERANCE = 1e-4
 _ALONE = "graft export GRAFT --to FOLDER"
 
 
-class PeftGraft(Graft, ReplacesModel, Exportable, ExportsLowRank, HasTensors):
+class PeftGraft(Graft, ReplacesModel, Exportable, ExportsLowRank, HasTensors, HasSizes):
     """A method of PEFT on Linears of the live model. PEFT adds its modules, and unloads them again.
 
     Args:
         config: method and options.
         backbone: the backbone that is adapted.
+
+    Attributes:
+        trained_parameters: the number of trainable parameters.
 
     Raises:
         BackboneError: PEFT can't adapt the backbone, or the result can't be a graft.
@@ -57,7 +69,7 @@ class PeftGraft(Graft, ReplacesModel, Exportable, ExportsLowRank, HasTensors):
         self.config = config
         self._label = config.label
         self._peft = self._peft_config(backbone)
-        self._expected = self._tensors_without_values(backbone.model)
+        self._expected, self.trained_parameters = self._without_values(backbone.model)
         # A plain list does not register the adapted model as a submodule.
         self._live: list[AdaptedModel] = []
         self._pending: dict[str, Tensor] | None = None  # the tensors while the graft is not attached
@@ -68,29 +80,49 @@ class PeftGraft(Graft, ReplacesModel, Exportable, ExportsLowRank, HasTensors):
             return config.peft_config(fan_in_fan_out=_has_conv1d(backbone))
         return config.peft_config(**default_targets(config.method, backbone))
 
-    def _tensors_without_values(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """Return tensors with the names and shapes that PEFT will create."""
+    @classmethod
+    def sizes(cls, config: GraftConfig, backbone: Backbone) -> Sizes:
+        own = cast("PeftGraftConfig", config)
+        key, values = size_option(own, backbone)
+
+        def with_value(value: int) -> GraftConfig:
+            return own.model_copy(update={"options": own.options | {key: value}})
+
+        @cache
+        def parameters(value: int) -> int:
+            return PeftGraft(with_value(value), backbone).trained_parameters
+
+        return Sizes(key=key, values=values, parameters=parameters, config=with_value)
+
+    def _without_values(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], int]:
+        """Return tensors with the names and shapes that PEFT will create, and the number of parameters that train."""
         try:
             with torch.device("meta"):
                 without_storage = type(model)(copy.deepcopy(model.config))
-                return AdaptedModel(without_storage, self._peft).tensors()
+                return _described(AdaptedModel(without_storage, self._peft))
         except Exception:
             # Some methods read values of the weights. A mistake of the user is raised again below.
-            return self._tensors_of_sharing_copy(model)
+            return self._of_sharing_copy(model)
 
-    def _tensors_of_sharing_copy(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """Return the tensors that PEFT creates in a copy of the model on the same weights."""
+    def _of_sharing_copy(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], int]:
+        """Describe what PEFT creates in a copy of the model on the same weights."""
         flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         try:
             with torch.random.fork_rng(devices=[]):
-                return self._adapt(copy.deepcopy(model, shared)).tensors()
+                return _described(self._adapt(copy.deepcopy(model, shared)))
         finally:
             for parameter, flag in flags:
                 parameter.requires_grad_(flag)
 
     def _adapt(self, model: PreTrainedModel) -> AdaptedModel:
         return adapt(model, self._peft, self._label)
+
+    @property
+    def live_tuner(self) -> BaseTuner:
+        """PEFT's tuner of the attached graft."""
+        assert self._live, "the graft is attached"
+        return self._live[0].base_model
 
     @property
     def decodes_in_one_graph(self) -> bool:
@@ -216,6 +248,47 @@ class PeftGraft(Graft, ReplacesModel, Exportable, ExportsLowRank, HasTensors):
             self._live[0].load(tensors)
         else:
             self._pending = dict(tensors)
+
+
+def _described(adapted: AdaptedModel) -> tuple[dict[str, Tensor], int]:
+    """Return the tensors of PEFT's modules, and the number of parameters that train."""
+    return adapted.tensors(), sum(parameter.numel() for parameter in adapted.trained())
+
+
+def size_option(config: PeftGraftConfig, backbone: Backbone) -> tuple[str, Sequence[int]]:
+    """Return the option that sets the size of a method, and its values in the order of rising numbers of parameters.
+
+    Args:
+        config: the method and its options.
+        backbone: the backbone that is adapted.
+
+    Raises:
+        RecipeError: the method has no such option, or the options set it already.
+    """
+    size = option_of_size(config.method)
+    if size is None:
+        raise RecipeError(
+            f"capacity is match, but {config.label} has no option that sets its size: leave capacity out, or choose a "
+            "method with a rank."
+        )
+    for key in (size.key, *size.others):
+        if key in config.options:
+            raise RecipeError(f"capacity is match, but the options set {key}, too: leave one of them out.")
+    sites = backbone.sites
+    widths = [width for layer in range(sites.n_layers) for width in _ffn_widths(sites, layer)]
+    values: Sequence[int]
+    if size.divides:
+        common = math.gcd(*widths)
+        values = [number for number in range(2, common + 1) if common % number == 0]
+    else:
+        largest = min(widths) ** 2 if size.squared else min(widths)
+        values = range(size.step, largest, size.step)
+    return size.key, values if size.grows else values[::-1]
+
+
+def _ffn_widths(sites: Sites, layer: int) -> list[int]:
+    """Return the widths of the inputs and outputs of the Linears of an FFN."""
+    return [width for module, name in sites.ffn_weights(layer) for width in getattr(module, name).shape[-2:]]
 
 
 def default_targets(method: str, backbone: Backbone) -> dict[str, object]:

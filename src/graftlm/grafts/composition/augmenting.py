@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from graftlm.backbone import Backbone, Call, Site, Tap, TapHooks, load_backbone, max_sequence_length
@@ -18,7 +19,7 @@ from graftlm.backbone.cache import StateLayer, slots
 from graftlm.errors import BackboneError, GraftError
 from graftlm.grafts.composition.alignment import AlignedInputs, CharacterAlignment, PositionAlignment
 from graftlm.grafts.composition.attention import AttentionPositions, Visibility
-from graftlm.grafts.composition.config import AugmentingConfig, CompositionConfig
+from graftlm.grafts.composition.config import RANDOM, VANILLA, AugmentingConfig, CompositionConfig
 
 
 @dataclass(frozen=True)
@@ -85,29 +86,50 @@ class _CacheLayers:
         return self.state.keys is not None
 
 
-def load_augmenting(name: str, config: AugmentingConfig, device: torch.device) -> Backbone:
-    """Load an augmenting model.
+def load_augmenting(name: str, config: AugmentingConfig, anchor: Backbone) -> Backbone:
+    """Load an augmenting model, or make a control.
 
     Args:
         name: name of the model in the graft's config.
-        config: which checkpoint to load.
-        device: device of the model.
+        config: which checkpoint to load, or which control to make.
+        anchor: the backbone of the composition, on whose device the model is.
 
     Raises:
         BackboneError: the model can't be loaded, or its architecture is not supported.
     """
+    if config.name == VANILLA:
+        return Backbone.wrap(copy.deepcopy(anchor.model), anchor.tokenizer, f"{VANILLA} {anchor.name}")
+    if config.name == RANDOM:
+        like = anchor if config.like is None else _load(name, config, config.like, anchor.device)
+        return _random_model(like, config.seed)
+    return _load(name, config, config.name, anchor.device)
+
+
+def _load(name: str, config: AugmentingConfig, checkpoint: str, device: torch.device) -> Backbone:
+    """Load a checkpoint with the settings of an augmenting model."""
     try:
         return load_backbone(
-            config.name,
+            checkpoint,
             device=device,
             tokenizer_required=False,
             dtype=config.dtype,
             trust_remote_code=config.trust_remote_code,
         )
     except BackboneError as error:
+        key = "like" if config.name == RANDOM else "name"
         raise BackboneError(
-            f"The augmenting model {name} (augmenting.{name}.name in the graft's config) can't be used. {error}"
+            f"The augmenting model {name} (augmenting.{name}.{key} in the graft's config) can't be used. {error}"
         ) from error
+
+
+def _random_model(like: Backbone, seed: int) -> Backbone:
+    """Return a model of an architecture with random weights, which depend on the seed and not on the device."""
+    model_class = cast("Callable[[PreTrainedConfig], PreTrainedModel]", type(like.model))
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        model = model_class(copy.deepcopy(like.model.config))
+    model = nn.Module.to(model, device=like.device, dtype=like.model.dtype)
+    return Backbone.wrap(model, like.tokenizer, f"{RANDOM} {like.name}")
 
 
 class AugmentingModel:

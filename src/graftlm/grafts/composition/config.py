@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_serializer
 from torch import nn
 
 from graftlm.config import Config
 from graftlm.grafts.base import GraftConfig
 from graftlm.grafts.composition.attention import Init, Norm, Positions
 from graftlm.grafts.composition.readout import ReadoutKind
+
+RANDOM = "random"
+"""Name of an augmenting model with random weights."""
+VANILLA = "vanilla"
+"""Name of an augmenting model that is the backbone itself."""
 
 Pair = tuple[int, int]  # (layer of the augmenting model, layer of the anchor), counted from 0
 
@@ -21,7 +26,10 @@ class AugmentingConfig(Config):
     """Configuration of one augmenting model.
 
     Args:
-        name: name on the hub, or folder, of a causal language model.
+        name: name on the hub, or folder, of a causal language model; `vanilla` for the backbone itself, `random` for
+            random weights.
+        like: the model whose architecture and tokenizer `random` has. Default: the backbone.
+        seed: seed of `random`.
         stride: every stride-th layer of this model is paired, including the last one. Default: the stride of the graft.
         pairs: pairs (layer of this model, layer of the anchor), counted from 0, which replace those of the stride.
         dtype: dtype of the weights; `auto` keeps the dtype of the checkpoint.
@@ -29,10 +37,31 @@ class AugmentingConfig(Config):
     """
 
     name: str = Field(min_length=1)
+    like: str | None = Field(None, min_length=1)
+    seed: int = Field(0, ge=0)
     stride: int | None = Field(None, ge=1)
     pairs: list[Pair] | None = Field(None, min_length=1)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     trust_remote_code: bool = False
+
+    def _problems(self) -> Iterator[str]:
+        if self.name == RANDOM:
+            return
+        for key, is_set in {"like": self.like is not None, "seed": self.seed != 0}.items():
+            if is_set:
+                yield (
+                    f"{key} is set, but only a model with the name {RANDOM} uses it: leave {key} out, or set name to "
+                    f"{RANDOM}"
+                )
+
+    @model_serializer(mode="wrap")
+    def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
+        """Leave out the keys of random models in others, so that earlier runs keep their keys."""
+        values = serialize(self)
+        if self.name != RANDOM:
+            values.pop("like", None)
+            values.pop("seed", None)
+        return values
 
 
 class CompositionConfig(GraftConfig):

@@ -14,22 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.grafts.base import Graft, GraftConfig, ReadsModels
-from graftlm.grafts.composition.attention import CrossAttention
 from graftlm.grafts.composition.augmenting import AugmentingModel, AugmentingStates, load_augmenting
 from graftlm.grafts.composition.config import AugmentingConfig, CompositionConfig, Pair
 from graftlm.grafts.composition.pairs import check_heads, resolve_pairs
 from graftlm.grafts.composition.readout import MixtureGate, mix, output_width
+from graftlm.grafts.composition.sizes import new_attention, number_of_heads, stride_sizes
 from graftlm.grafts.composition.statistics import statistics
+from graftlm.grafts.sizes import HasSizes, Sizes
 
 
-class Composition(Graft, ReadsModels):
+class Composition(Graft, ReadsModels, HasSizes):
     """Projections and cross-attentions from a backbone to augmenting models.
 
     Args:
@@ -60,13 +61,13 @@ class Composition(Graft, ReadsModels):
     ) -> None:
         super().__init__()
         loaded = augmenting or {}
-        heads = config.heads or int(backbone.sites.config.num_attention_heads)
+        heads = number_of_heads(config, backbone)
         check_heads(heads, backbone.sites.width, even=config.positions != "none")
         self._models: dict[str, AugmentingModel] = {}
         self.blocks = nn.ModuleDict()
         resolved: dict[str, AugmentingConfig] = {}
         for name, model_config in config.augmenting.items():
-            model = loaded.get(name) or load_augmenting(name, model_config, backbone.device)
+            model = loaded.get(name) or load_augmenting(name, model_config, backbone)
             pairs: list[Pair] = []
             resolved[name] = model_config
             if config.cross:
@@ -75,24 +76,19 @@ class Composition(Graft, ReadsModels):
             layers = [layer for layer, _ in pairs]
             self._models[name] = AugmentingModel(name, model, layers, anchor=backbone, config=config)
             self.blocks[name] = nn.ModuleList(
-                CrossAttention(
-                    width=backbone.sites.width,
-                    augmenting_width=model.sites.width,
-                    heads=heads,
-                    norm=config.norm,
-                    init=config.init,
-                    positions=config.positions,
-                    qk_norm=config.qk_norm,
-                )
-                for _ in pairs
+                new_attention(config, model.sites.width, backbone.sites.width, heads) for _ in pairs
             )
         self.readout: MixtureGate | None = None
         if config.readout == "mixture":
-            self.readout = self._neadapter_gate(backbone)
+            self.readout = self._new_gate(backbone)
         self.config = config.model_copy(update={"augmenting": resolved})
         self.to(backbone.device)
 
-    def _neadapter_gate(self, backbone: Backbone) -> MixtureGate:
+    @classmethod
+    def sizes(cls, config: GraftConfig, backbone: Backbone) -> Sizes:
+        return stride_sizes(cast("CompositionConfig", config), backbone)
+
+    def _new_gate(self, backbone: Backbone) -> MixtureGate:
         widths = []
         for name, model in self._models.items():
             widths.append(output_width(f"The augmenting model {name}", model.backbone))

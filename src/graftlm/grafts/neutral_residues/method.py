@@ -12,7 +12,7 @@ Shape suffixes: B rows, T tokens, N = B*T tokens, D the backbone's width, F the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import ClassVar, NamedTuple, cast
 
@@ -25,6 +25,10 @@ from graftlm.grafts.base import ExportedAdapter, ExportsAdapter, Graft, GraftCon
 from graftlm.grafts.neutral_residues.adapter import GatedAdapter
 from graftlm.grafts.neutral_residues.config import NeutralResiduesConfig, VanillaAdapterConfig
 from graftlm.grafts.neutral_residues.exporting import exported_blocks
+from graftlm.grafts.sizes import HasSizes, Sizes
+
+_LARGEST = 4
+"""The largest capacity."""
 
 
 class _Pass(NamedTuple):
@@ -39,7 +43,7 @@ class _Pass(NamedTuple):
     is_old: Tensor | None
 
 
-class NeutralResidues(Graft, Traceable, ExportsAdapter):
+class NeutralResidues(Graft, Traceable, ExportsAdapter, HasSizes):
     """Gated adapters in every layer of a backbone.
 
     Args:
@@ -50,6 +54,7 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
     Config: ClassVar[type[GraftConfig]] = NeutralResiduesConfig
     label = "neutral residues"
     served_in_bfloat16 = True
+    size_keys: ClassVar[Mapping[str, int]] = {"width": 1}
     config: NeutralResiduesConfig
 
     def __init__(self, config: NeutralResiduesConfig, backbone: Backbone) -> None:
@@ -69,6 +74,21 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
             )
             blocks.append(block)
         self.blocks = nn.ModuleList(blocks).to(backbone.device)
+
+    @classmethod
+    def sizes(cls, config: GraftConfig, backbone: Backbone) -> Sizes:
+        own = cast("NeutralResiduesConfig", config)
+        per_width = _weights_per_width(backbone)
+        gate = 0
+        if own.gate != "none":
+            gate = backbone.sites.width + (own.gate_init == "open")
+        gates = backbone.sites.n_layers * gate
+        return Sizes(
+            key="width",
+            values=range(1, 2 + _LARGEST * backbone.parameter_count // per_width),
+            parameters=lambda width: per_width * width + gates,
+            config=lambda width: own.model_copy(update={"width": width}),
+        )
 
     def _adapters(self) -> list[GatedAdapter]:
         return cast("list[GatedAdapter]", list(self.blocks))
@@ -227,14 +247,18 @@ def width_for(capacity: float, backbone: Backbone) -> int:
     Returns:
         The nearest width that is at least 1; widths from 512 on are rounded to multiples of 8.
     """
-    matrices = 3 if backbone.sites.family.gated else 2
     weights = capacity * backbone.parameter_count
-    per_width = backbone.sites.n_layers * matrices * backbone.sites.width
-    width = weights / per_width
+    width = weights / _weights_per_width(backbone)
     if width >= 512:
         # Tensor cores need rows of full 16 bytes. Rounding a narrow adapter would change its size by more than 1%.
         return round(width / 8) * 8
     return max(1, round(width))
+
+
+def _weights_per_width(backbone: Backbone) -> int:
+    """Return the number of weights of the adapters' matrices for each unit of their width."""
+    matrices = 3 if backbone.sites.family.gated else 2
+    return backbone.sites.n_layers * matrices * backbone.sites.width
 
 
 def spectrum(weight: Tensor) -> list[float]:

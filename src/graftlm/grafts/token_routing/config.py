@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, field_validator
+from pydantic import Field, NonNegativeFloat, field_validator, model_serializer
 
 from graftlm.config import Config
 from graftlm.errors import did_you_mean
@@ -22,6 +22,8 @@ class ExpertConfig(Config):
     """Configuration of one expert: an existing LoRA adapter (`path`), or a new one that is trained (`rank`).
 
     Args:
+        bare: whether the bare backbone takes the place of an adapter, for text like the examples. With one other expert
+            and `top: 1`, this is a switch.
         path: folder that PEFT's `save_pretrained` wrote, or OWNER/NAME on the hub.
         rank: rank of a new expert.
         alpha: the update of a new expert is multiplied by alpha / rank. Default: the rank.
@@ -33,6 +35,7 @@ class ExpertConfig(Config):
         sha256: SHA-256 of the adapter's tensor file, which is written when the graft is saved.
     """
 
+    bare: bool = False
     path: str | None = None
     rank: int | None = Field(None, ge=1)
     alpha: float | None = Field(None, gt=0)
@@ -42,6 +45,13 @@ class ExpertConfig(Config):
     sha256: str | None = None
 
     def _problems(self) -> Iterator[str]:
+        if self.bare:
+            for key in ("path", "rank", "targets", "alpha"):
+                if getattr(self, key):
+                    yield f"bare is true, but {key} is set, which an adapter has: leave one of them out"
+            if not (self.texts or self.sources):
+                yield "bare is true, but there are no examples of its text: give some under texts or sources"
+            return
         if self.path is None and self.rank is None:
             yield "neither path nor rank is set: set the path of a LoRA adapter, or rank and targets of a new expert"
         if self.path is not None and self.rank is not None:
@@ -57,6 +67,19 @@ class ExpertConfig(Config):
         for key in ("targets", "alpha"):
             if self.path is not None and getattr(self, key):
                 yield f"{key} is set, but the adapter in path already defines it: leave {key} out"
+
+    @model_serializer(mode="wrap")
+    def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
+        """Leave out `bare` at its default, so that earlier runs keep their keys."""
+        values = serialize(self)
+        if not self.bare:
+            values.pop("bare", None)
+        return values
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it is an adapter that is trained."""
+        return self.path is None and not self.bare
 
 
 class EmbedderConfig(Config):
@@ -152,6 +175,8 @@ class TokenRoutingConfig(GraftConfig):
 
     def _problems(self) -> Iterator[str]:
         fixed = self.fixed or {}
+        if all(expert.bare for expert in self.experts.values()):
+            yield "every expert is bare, so that there is no adapter: add one with a path or a rank"
         if self.reads == "prompt" and self.prompt == "causal":
             yield "prompt is causal, but with reads set to prompt the whole prompt has one route: set prompt to whole"
         for name in fixed.keys() - self.experts.keys():

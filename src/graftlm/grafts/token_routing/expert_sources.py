@@ -21,7 +21,9 @@ def read_expert(
     *,
     is_bundled: bool,
 ) -> tuple[dict[str, Factors], str | None]:
-    """Return the factors of an expert by module path, and the hash of its tensor file; None for a new expert."""
+    """Return the factors of an expert by module path, and the hash of its tensor file; None for others."""
+    if expert.bare:
+        return {}, None
     if expert.path is None:
         return new_factors(name, expert, backbone), None
     is_absent = not Path(expert.path).expanduser().exists()

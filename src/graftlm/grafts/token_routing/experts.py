@@ -20,9 +20,14 @@ from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone, Site
 from graftlm.backbone.modules import linear_sizes
-from graftlm.errors import GraftError
+from graftlm.errors import GraftError, RecipeError
 from graftlm.files.adapter_config import ADAPTER_TENSORS
-from graftlm.grafts.token_routing.config import ExpertConfig
+from graftlm.grafts.base import GraftConfig
+from graftlm.grafts.sizes import Sizes
+from graftlm.grafts.token_routing.config import ExpertConfig, TokenRoutingConfig
+
+_LARGEST = 4
+"""The largest size of all new experts, as a multiple of the backbone's weights."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,41 @@ def new_factors(name: str, config: ExpertConfig, backbone: Backbone) -> dict[str
             b = torch.zeros(config.rank, sizes.outputs)
             factors[path] = Factors(a, b, scale)
     return factors
+
+
+def rank_sizes(config: TokenRoutingConfig, backbone: Backbone) -> Sizes:
+    """Return the sizes of a routing, in which all new experts have one rank. Existing adapters do not train.
+
+    Args:
+        config: the config, whose new experts may have any rank.
+        backbone: the backbone of the routing.
+
+    Raises:
+        RecipeError: there is no new expert.
+        GraftError: the backbone has no module that a target names, or the module is neither linear nor an embedding.
+        TapError: the target is `ffn`, but an FFN is a mixture of experts.
+    """
+    new = {name: expert for name, expert in config.experts.items() if expert.is_new}
+    if not new:
+        raise RecipeError(
+            "capacity is match, but no expert is a new adapter, which alone trains: add an expert with targets, "
+            "or leave capacity out."
+        )
+    per_rank = 0
+    for name, expert in new.items():
+        smallest = new_factors(name, expert.model_copy(update={"rank": 1}), backbone)
+        per_rank += sum(factors.a.numel() + factors.b.numel() for factors in smallest.values())
+
+    def with_rank(rank: int) -> GraftConfig:
+        ranked = {name: expert.model_copy(update={"rank": rank}) for name, expert in new.items()}
+        return config.model_copy(update={"experts": config.experts | ranked})
+
+    return Sizes(
+        key="rank",
+        values=range(1, 2 + _LARGEST * backbone.parameter_count // per_rank),
+        parameters=lambda rank: per_rank * rank,
+        config=with_rank,
+    )
 
 
 def _target_paths(name: str, target: str, backbone: Backbone) -> list[str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,12 @@ from graftlm.grafts.base import (
     Traceable,
     check_tensors,
 )
+from graftlm.grafts.sizes import HasSizes, Sizes
 from graftlm.grafts.token_routing.adapters import read_adapter
 from graftlm.grafts.token_routing.config import ExpertConfig, TokenRoutingConfig
 from graftlm.grafts.token_routing.embedders import PROBE, Embedder, load_embedder
 from graftlm.grafts.token_routing.expert_sources import placed, read_expert, saved_expert
-from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, write_adapter
+from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, rank_sizes, write_adapter
 from graftlm.grafts.token_routing.merging import merge_experts
 from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
 from graftlm.grafts.token_routing.policy import ScoredCentroids, best_scores, expert_weights
@@ -62,7 +63,17 @@ BARE = "none"
 """The label of the bare backbone in traces."""
 
 
-class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, ChoosesByPrompt, HasTensors, ReadsPeft):
+class TokenRouting(
+    Graft,
+    FitsOnText,
+    Traceable,
+    Exportable,
+    ExportsLowRank,
+    ChoosesByPrompt,
+    HasTensors,
+    HasSizes,
+    ReadsPeft,
+):
     """LoRA experts, their centroids, and the routes between them.
 
     Args:
@@ -113,12 +124,16 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, Cho
         for name in ROUTER_TENSORS:
             self.register_buffer(name, torch.zeros(0, device=backbone.device), persistent=False)
 
+    @classmethod
+    def sizes(cls, config: GraftConfig, backbone: Backbone) -> Sizes:
+        return rank_sizes(cast("TokenRoutingConfig", config), backbone)
+
     def _build_mixtures(self, factors: Mapping[str, Mapping[str, Factors]]) -> None:
         """Build a mixture for every module that an expert changes, from factors by expert and module path."""
         backbone = self._backbone[0]
         trained = set()
         for number, expert in enumerate(self.config.experts.values()):
-            if expert.path is None:
+            if expert.is_new:
                 trained.add(number)
         for path, module in backbone.model.named_modules():
             own: dict[int, Factors] = {}
@@ -326,7 +341,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, Cho
     def sources(self) -> Mapping[str, Sequence[Mapping[str, object]]]:
         sources = {}
         for name, expert in self.config.experts.items():
-            reads_new_text = expert.path is None and not expert.texts
+            reads_new_text = expert.is_new and not expert.texts
             if expert.sources or reads_new_text:
                 sources[name] = expert.sources
         return sources
@@ -450,7 +465,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, Cho
         elif config.embedder.name == "backbone":
             problem = "the backbone's states embed the prompt (embedder.name: backbone)"
         else:
-            return {name: self._updates([float(own == name) for own in self.names]) for name in self.names}
+            adapters = [name for name, expert in config.experts.items() if not expert.bare]
+            return {name: self._updates([float(own == name) for own in self.names]) for name in adapters}
         raise ArtifactError(
             f"The graft does not choose one expert for a whole prompt by its text, since {problem}: serve it with "
             "GraftLM's own engine (graft serve without --engine)."
@@ -463,7 +479,8 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, Cho
         self.prepare(call)
         weights = call.scratch[self, "weights"][0, -1].tolist()
         best = max(range(len(weights)), key=weights.__getitem__)
-        return self.names[best] if best < len(self.names) else None
+        name = self.names[best] if best < len(self.names) else BARE
+        return None if name == BARE or self.config.experts[name].bare else name
 
     def _updates(self, weights: Sequence[float]) -> dict[str, LowRankUpdate]:
         """Return the updates of the experts with the same weights for all texts."""
