@@ -41,7 +41,8 @@ def make_results(recipe: AnyRecipe, name: str, measurements: Sequence[Measuremen
         # Of a frontier, the rows at a method's own rate.
         own = [run.id for run in recipe.comparison()]
         windows = {row_id: found for row_id, found in _windows_by_row(measurements).items() if row_id in own}
-        differences = list(differences_between(windows))
+        items = {row_id: found for row_id, found in _items_by_row(measurements).items() if row_id in own}
+        differences = list(differences_between(windows, items))
         if differences:
             details["method_differences"] = differences
     for measurement in measurements:
@@ -67,6 +68,15 @@ def _windows_by_row(measurements: Sequence[Measurement]) -> dict[str, WindowChan
         if measurement.details.get("windows"):
             windows[measurement.row.id] = measurement.details["windows"]
     return windows
+
+
+def _items_by_row(measurements: Sequence[Measurement]) -> dict[str, dict[str, list[float]]]:
+    """Return the values of the items of each benchmark by row id."""
+    items = {}
+    for measurement in measurements:
+        results = measurement.details.get("harness", {})
+        items[measurement.row.id] = {label: result["values"] for label, result in results.items()}
+    return items
 
 
 def _details_by_kind(measurements: Sequence[Measurement]) -> dict[str, Any]:
