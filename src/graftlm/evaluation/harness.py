@@ -13,12 +13,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.errors import EvaluationError, did_you_mean, first_line
-from graftlm.evaluation.harness_tasks import allowed_code, refuse_unsafe_code
+from graftlm.evaluation.harness_tasks import PURPOSE, allowed_code, refuse_unsafe_code, task_manager
 from graftlm.evaluation.inference import LanguageModel, evaluation_mode
 from graftlm.evaluation.reachable_hub import offline_if_unreachable
 from graftlm.files.extras import import_extra
-
-PURPOSE = "Running academic tasks"
 
 
 def run_lm_eval(
@@ -114,7 +112,7 @@ def quiet_harness() -> Iterator[None]:
 
 def _task_manager(task_index: ModuleType, names: Sequence[str], include_path: str | Path | None) -> Any:
     if include_path is None:
-        return task_index.TaskManager()
+        return task_manager(names)
     # Reading the index of all tasks takes seconds, and the user's own tasks don't need it.
     manager = task_index.TaskManager(include_path=str(include_path), include_defaults=False)
     if set(names) <= set(manager.all_tasks):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from graftlm.errors import EvaluationError
+from graftlm.files.extras import import_extra
 
+PURPOSE = "Running academic tasks"
 _UNSAFE_VARIABLE = "HF_ALLOW_CODE_EVAL"
 
 
@@ -27,6 +30,51 @@ def stock_keys(path: Path, *, resolve: bool = True) -> dict[str, Any]:
 
         return load_yaml_config(yaml_path=str(path), mode="full" if resolve else "simple")
     return load_yaml(path, resolve_func=resolve)
+
+
+def task_manager(names: Sequence[str]) -> Any:
+    """Return an index of the harness' tasks that has these names, if they exist.
+
+    The index of all tasks takes seconds to read. It is not needed for tasks and groups that a file of their name
+    defines, such as `arc_easy.yaml` or `_mmlu.yaml`.
+
+    Args:
+        names: names of tasks or groups.
+    """
+    task_index = import_extra("harness", "lm_eval.tasks", PURPOSE)
+    files = [_file_of(name) for name in names]
+    folders = sorted({str(file.parent) for file in files if file is not None})
+    if names and None not in files:
+        manager = task_index.TaskManager(include_path=folders, include_defaults=False)
+        if set(names) <= set(manager.all_tasks):
+            return manager
+    return _full_index()
+
+
+@lru_cache(maxsize=1)
+def _full_index() -> Any:
+    return import_extra("harness", "lm_eval.tasks", PURPOSE).TaskManager()
+
+
+def _file_of(name: str) -> Path | None:
+    """Return the YAML of the harness that defines a name, if it is called by it."""
+    for file in _files().get(name, ()):
+        keys = stock_keys(file, resolve=False)
+        if name in (keys.get("task"), keys.get("group")):
+            return file
+    return None
+
+
+@lru_cache(maxsize=1)
+def _files() -> dict[str, list[Path]]:
+    """Return the YAML files of the harness by name, without the suffix and a leading underscore."""
+    root = Path(import_extra("harness", "lm_eval.tasks", PURPOSE).__file__).parent
+    found: dict[str, list[Path]] = {}
+    for folder, _, names in os.walk(root):
+        for name in names:
+            if name.endswith(".yaml"):
+                found.setdefault(name.removesuffix(".yaml").removeprefix("_"), []).append(Path(folder, name))
+    return found
 
 
 def refuse_unsafe_code(manager: Any, names: Sequence[str], *, confirmed: bool) -> None:
@@ -48,10 +96,15 @@ def refuse_unsafe_code(manager: Any, names: Sequence[str], *, confirmed: bool) -
         if not path or path == -1:
             continue
         if stock_keys(Path(path), resolve=False).get("unsafe_code"):
-            raise EvaluationError(
-                f"The task {name} runs code that the model writes, on this machine and without a sandbox: confirm it "
-                "with confirm_unsafe_code: true (--confirm-unsafe-code), best in a container."
-            )
+            raise unsafe_code_error(name)
+
+
+def unsafe_code_error(task: str) -> EvaluationError:
+    """Return the error that a task runs code without confirmation."""
+    return EvaluationError(
+        f"The task {task} runs code that the model writes, on this machine and without a sandbox: confirm it with "
+        "confirm_unsafe_code: true (--confirm-unsafe-code), best in a container."
+    )
 
 
 @contextmanager

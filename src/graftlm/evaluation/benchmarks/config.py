@@ -16,19 +16,19 @@ _TAKEN = {"old", "new", "learned", "forgotten", "spill", "own_kl", "chat_kl", "n
 class HarnessTaskConfig(Config):
     """A task of lm-evaluation-harness, and which of its items are measured."""
 
-    task: str = Field(min_length=1, description="Name of a task or group, such as ifeval; `lm-eval ls tasks` has all.")
+    task: str = Field(min_length=1, description="A task or group, such as ifeval; see `lm-eval ls tasks`.")
     name: str | None = Field(None, description="Name of its metrics; by default the task's.")
     data: str | None = Field(None, description="A file or folder with the task's data, instead of the hub.")
-    shots: int | None = Field(None, ge=0, description="Solved examples before a prompt; by default the task's number.")
+    shots: int | None = Field(None, ge=0, description="Solved examples before a prompt; by default as the task.")
     limit: int | None = Field(None, ge=1, description="Most items, in equal shares of the tasks of a group.")
     seed: int | None = Field(None, ge=0, description="Draws these items; by default they are the first.")
-    max_tokens: int | None = Field(None, ge=1, description="Most tokens of an answer; by default the task's number.")
+    max_tokens: int | None = Field(None, ge=1, description="Most tokens of an answer; by default as the task.")
     chat: bool | None = Field(
         None, description="Ask in the chat template; by default IFEval is, if there is a template, and no other task."
     )
     cloze: bool = Field(
         False,
-        description="Score the texts of the answers, normalised by their length, as continuations of the question, also "
+        description="Score the text of each answer as the continuation of the question, normalised by length, also "
         "where the task scores letters.",
     )
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
+from io import StringIO
 from types import ModuleType
 
 from graftlm.errors import EvaluationError
@@ -47,7 +48,8 @@ def offline_checker() -> Iterator[None]:
     download = nltk.download
     nltk.download = _download_nothing
     try:
-        yield
+        with redirect_stdout(StringIO()):  # The checker prints that it downloaded something.
+            yield
     finally:
         nltk.download = download
         for name in stubs:

@@ -14,8 +14,15 @@ from graftlm.evaluation.benchmarks.cloze import cloze_keys
 from graftlm.evaluation.benchmarks.config import HarnessTaskConfig
 from graftlm.evaluation.benchmarks.ifeval import is_checkable, offline_checker
 from graftlm.evaluation.benchmarks.local_files import LocalTask, Row, read_local_tasks
-from graftlm.evaluation.harness import PURPOSE, check_task_names, quiet_harness
-from graftlm.evaluation.harness_tasks import allowed_code, refuse_unsafe_code, stock_keys
+from graftlm.evaluation.harness import check_task_names, quiet_harness
+from graftlm.evaluation.harness_tasks import (
+    PURPOSE,
+    allowed_code,
+    refuse_unsafe_code,
+    stock_keys,
+    task_manager,
+    unsafe_code_error,
+)
 from graftlm.evaluation.reachable_hub import offline_if_unreachable
 from graftlm.files.extras import import_extra
 
@@ -42,10 +49,17 @@ class StockTask(Protocol):
 
 @dataclass(frozen=True)
 class ChosenTask:
-    """A task with the numbers of its items that are measured, in rising order."""
+    """A task with its items.
+
+    Attributes:
+        task: the task.
+        items: the numbers of the items that are measured, in rising order.
+        examples: number of solved examples that can be shown.
+    """
 
     task: StockTask
     items: list[int]
+    examples: int
 
 
 @dataclass(frozen=True)
@@ -56,11 +70,13 @@ class Benchmark:
         config: its config.
         tasks: its tasks: one, or those of a group, each with at least one item.
         left_out: number of items that can't be scored.
+        runs_code: whether its metrics may execute code that the model writes.
     """
 
     config: HarnessTaskConfig
     tasks: list[ChosenTask]
     left_out: int = 0
+    runs_code: bool = False
 
     @property
     def label(self) -> str:
@@ -101,38 +117,77 @@ def _load(config: HarnessTaskConfig, confirm_unsafe_code: bool) -> Benchmark:
     else:
         benchmark = _load_local(config, config.data)
     for chosen in benchmark.tasks:
-        _set_up(chosen.task, config)
+        _set_up(chosen, config)
     return benchmark
 
 
-def _set_up(task: StockTask, config: HarnessTaskConfig) -> None:
+def _set_up(chosen: ChosenTask, config: HarnessTaskConfig) -> None:
     """Set the shots and the length of answers."""
+    task = chosen.task
     shots = config.shots if config.shots is not None else (task.config.num_fewshot or 0)
     task.set_config("num_fewshot", shots)
     if config.max_tokens is not None and task.OUTPUT_TYPE == "generate_until":
         others = {key: value for key, value in (task.config.generation_kwargs or {}).items() if "max_" not in key}
         task.set_config("generation_kwargs", others | {"max_gen_toks": config.max_tokens})
-    available = len(list(task.fewshot_docs() or [])) if shots else 0
-    if shots > available:
-        raise EvaluationError(
-            f"shots of {config.label} is {shots}, but its data has {available} examples to show that are not measured: "
-            "lower shots, or limit."
-        )
+    if shots > chosen.examples:
+        raise _shots_error(config, chosen.examples)
+
+
+def _shots_error(config: HarnessTaskConfig, most: int) -> EvaluationError:
+    return EvaluationError(
+        f"{config.label} is to be asked with {config.shots} shots, but its data has {most} solved examples that are not "
+        "measured: lower shots."
+    )
 
 
 def _load_local(config: HarnessTaskConfig, data: str) -> Benchmark:
-    read = read_local_tasks(config.task, data)
-    scorable = [_scorable(local.rows, config.task) for local in read]
-    left_out = sum(len(local.rows) - len(rows) for local, rows in zip(read, scorable, strict=True))
-    items = choose_items([len(rows) for rows in scorable], config.limit, config.seed)
-    tasks = []
-    for local, rows, chosen in zip(read, scorable, items, strict=True):
-        if chosen:
-            task = _local_task(local, rows, chosen, config)
-            tasks.append(ChosenTask(task, list(range(len(chosen)))))
-    if not tasks:
+    sources = [_LocalSource(local, config) for local in read_local_tasks(config.task, data)]
+    left_out = sum(source.left_out for source in sources)
+    if not any(source.rows for source in sources):
         raise EvaluationError(f"The data of {config.label} has no items that can be scored: name other data.")
+    items = choose_items([source.most_items for source in sources], config.limit, config.seed)
+    tasks = [source.task(chosen) for source, chosen in zip(sources, items, strict=True) if chosen]
+    if not tasks:
+        largest = max(len(source.rows) for source in sources)
+        raise _shots_error(config, largest - 1)
     return Benchmark(config, tasks, left_out)
+
+
+class _LocalSource:
+    """The rows of a task, and its definition in the harness.
+
+    Args:
+        local: the rows.
+        config: the config of the benchmark.
+
+    Attributes:
+        rows: the rows that can be scored.
+        left_out: number of other rows.
+        most_items: number of rows that can be measured; without a file of solved examples, some are kept for them.
+    """
+
+    def __init__(self, local: LocalTask, config: HarnessTaskConfig) -> None:
+        self.local = local
+        self.rows = _scorable(local.rows, config.task)
+        self.left_out = len(local.rows) - len(self.rows)
+        tasks = Path(import_extra("harness", "lm_eval.tasks", PURPOSE).__file__).parent
+        with offline_checker():
+            self.keys = stock_keys(tasks / local.definition)
+        for key in ("group", "tag", "task_list"):
+            self.keys.pop(key, None)
+        if config.cloze:
+            self.keys |= cloze_keys(self.rows[0], config.task)
+        shots = self.keys.get("num_fewshot") if config.shots is None else config.shots
+        kept = 0 if local.shots or _own_examples(self.keys) else shots or 0
+        self.most_items = max(len(self.rows) - kept, 0)
+
+    def task(self, items: Sequence[int]) -> ChosenTask:
+        """Return the stock task over the rows of these numbers, with others for solved examples."""
+        chosen = set(items)
+        measured = [self.rows[number] for number in items]
+        shown = self.local.shots or [row for number, row in enumerate(self.rows) if number not in chosen]
+        task = _task_of(self.keys, {_TEST: measured, _SHOTS: shown})
+        return ChosenTask(task, list(range(len(measured))), len(_own_examples(self.keys) or shown))
 
 
 def _scorable(rows: list[Row], task: str) -> list[Row]:
@@ -159,17 +214,10 @@ def choose_items(sizes: Sequence[int], limit: int | None, seed: int | None) -> l
     return chosen
 
 
-def _local_task(local: LocalTask, rows: list[Row], items: Sequence[int], config: HarnessTaskConfig) -> StockTask:
-    """Return a stock task over local rows: those of the items, and the others for solved examples."""
-    with offline_checker():
-        keys = stock_keys(Path(import_extra("harness", "lm_eval.tasks", PURPOSE).__file__).parent / local.definition)
-    for key in ("group", "tag", "task_list"):
-        keys.pop(key, None)
-    if config.cloze:
-        keys |= cloze_keys(rows[0], config.task)
-    measured = [rows[number] for number in items]
-    others = [row for number, row in enumerate(rows) if number not in set(items)]
-    return _task_of(keys, {_TEST: measured, _SHOTS: local.shots or others})
+def _own_examples(keys: Mapping[str, Any]) -> Sequence[Row]:
+    """Return the solved examples that a task's YAML has itself."""
+    samples = (keys.get("fewshot_config") or {}).get("samples") or ()
+    return samples() if callable(samples) else samples
 
 
 def _task_of(keys: dict[str, Any], splits: Mapping[str, Sequence[Row]]) -> StockTask:
@@ -184,23 +232,22 @@ def _task_of(keys: dict[str, Any], splits: Mapping[str, Sequence[Row]]) -> Stock
     from_harness = import_extra("harness", "lm_eval.api.task", PURPOSE)
     filled = {name: datasets.Dataset.from_list(list(rows)) for name, rows in splits.items() if rows}
     shots = _SHOTS if _SHOTS in filled else None
-    has_own_shots = bool((keys.get("fewshot_config") or {}).get("samples"))
     changed: dict[str, Any] = {
         "custom_dataset": lambda **_: datasets.DatasetDict(filled),
         "test_split": _TEST,
         "validation_split": None,
         "training_split": shots,
-        "fewshot_split": None if has_own_shots else shots,
+        "fewshot_split": None if _own_examples(keys) else shots,
     }
     return from_harness.ConfigurableTask(config=keys | changed)
 
 
 def _load_from_hub(config: HarnessTaskConfig, confirm_unsafe_code: bool) -> Benchmark:
     task_index = import_extra("harness", "lm_eval.tasks", PURPOSE)
-    manager = task_index.TaskManager()
+    manager = task_manager([config.task])
     check_task_names([config.task], manager.all_tasks)
     refuse_unsafe_code(manager, [config.task], confirmed=confirm_unsafe_code)
-    tasks = _stock_tasks(task_index, manager, config)
+    tasks = _stock_tasks(task_index, manager, config, confirm_unsafe_code)
     left_out = 0
     scorable = []
     for task in tasks:
@@ -212,11 +259,14 @@ def _load_from_hub(config: HarnessTaskConfig, confirm_unsafe_code: bool) -> Benc
     kept = []
     for task, numbers, items in zip(tasks, scorable, chosen, strict=True):
         if items:
-            kept.append(ChosenTask(task, [numbers[item] for item in items]))
-    return Benchmark(config, kept, left_out)
+            examples = len(list(task.fewshot_docs() or ()))
+            kept.append(ChosenTask(task, [numbers[item] for item in items], examples))
+    return Benchmark(config, kept, left_out, runs_code=confirm_unsafe_code)
 
 
-def _stock_tasks(task_index: ModuleType, manager: Any, config: HarnessTaskConfig) -> list[StockTask]:
+def _stock_tasks(
+    task_index: ModuleType, manager: Any, config: HarnessTaskConfig, confirm_unsafe_code: bool
+) -> list[StockTask]:
     """Return the tasks of a name, with their data from the hub or its cache."""
     with offline_if_unreachable() as is_online, offline_checker():
         try:
@@ -232,12 +282,10 @@ def _stock_tasks(task_index: ModuleType, manager: Any, config: HarnessTaskConfig
                 f"The data of the task {config.task} can't be loaded ({problem}): connect to the hub, or name a local "
                 "copy with the key data."
             ) from error
-    tasks = []
     for task in found:
-        if config.cloze:
-            task = _as_cloze(task, config.task)
-        tasks.append(task)
-    return tasks
+        if getattr(task, "UNSAFE_CODE", False) and not confirm_unsafe_code:
+            raise unsafe_code_error(config.task)
+    return [_as_cloze(task, config.task) for task in found] if config.cloze else found
 
 
 def _loaded(task_index: ModuleType, manager: Any, name: str) -> list[StockTask]:

@@ -7,7 +7,7 @@ are those of lm-evaluation-harness.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -21,6 +21,7 @@ from graftlm.evaluation.benchmarks.loading import Benchmark, StockTask
 from graftlm.evaluation.benchmarks.result import BenchmarkResult, Sample
 from graftlm.evaluation.examples import continue_rows
 from graftlm.evaluation.harness import harness_model, quiet_harness
+from graftlm.evaluation.harness_tasks import allowed_code
 from graftlm.evaluation.inference import LanguageModel, evaluation_mode
 from graftlm.progress import SHARE, progress_bar
 
@@ -68,12 +69,13 @@ def measure_benchmarks(
     """
     if not benchmarks:
         return {}
-    adapter = harness_model(model, tokenizer, batch_size)
     results = {}
     with evaluation_mode(model), quiet_harness():
+        adapter = harness_model(model, tokenizer, batch_size)
         for benchmark in benchmarks:
             runner = _Runner(model, tokenizer, adapter, benchmark, batch_size, progress)
-            results[benchmark.label] = runner.run()
+            with allowed_code(allow=benchmark.runs_code):
+                results[benchmark.label] = runner.run()
     return results
 
 
@@ -207,7 +209,7 @@ class _Runner:
 
 
 @contextmanager
-def _no_bars():
+def _no_bars() -> Iterator[None]:
     """Hide the harness' own progress bars in a `with` block."""
     module = import_module("lm_eval.api.task")
     bar = module.tqdm

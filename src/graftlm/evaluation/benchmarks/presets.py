@@ -69,6 +69,6 @@ def _task_folder(folder: Path, name: str) -> str:
     if not path.is_dir():
         raise DataError(
             f"The folder {folder} has no folder {name} with the data of this task: name the folder that has one for "
-            f"each of {', '.join(_RETENTION)} (--eval-data, or {EVAL_DATA_VARIABLE}), or leave it out to read from the hub."
+            f"each of {', '.join(_RETENTION)} (--eval-data, or {EVAL_DATA_VARIABLE}), or none to read from the hub."
         )
     return str(path)
