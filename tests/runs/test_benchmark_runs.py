@@ -28,7 +28,7 @@ def recipe_of(tmp_path: Path, backbone: Path, evaluation: dict[str, Any], **chan
     (tmp_path / "new.txt").write_text("le vieux jardin dormait sous la lune blanche. " * 60, encoding="utf-8")
     values: dict[str, Any] = {
         "backbone": {"name": str(backbone), "device": "cpu"},
-        "data": {"new": [{"path": str(tmp_path / "new.txt")}], "length": 16},
+        "data": {"new": [{"path": str(tmp_path / "new.txt")}], "length": 16, "replay_fraction": 0},
         "training": {"steps": 4, "batch_size": 4, "learning_rate": 0.05},
         "evaluation": {"decode_prompts": 0, "own_tokens": 0} | evaluation,
         "methods": {

@@ -135,8 +135,8 @@ def _set_up(chosen: ChosenTask, config: HarnessTaskConfig) -> None:
 
 def _shots_error(config: HarnessTaskConfig, most: int) -> EvaluationError:
     return EvaluationError(
-        f"{config.label} is to be asked with {config.shots} shots, but its data has {most} solved examples that are not "
-        "measured: lower shots."
+        f"{config.label} is to be asked with {config.shots} shots, but its data has {most} solved examples that are "
+        "not measured: lower shots."
     )
 
 
