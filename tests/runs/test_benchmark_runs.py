@@ -46,8 +46,9 @@ def values_of(results: Results, row: str, label: str) -> np.ndarray:
 
 
 def test_a_comparison_measures_the_backbone_once_and_pairs_all_rows(tmp_path: Path, backbone: Path) -> None:
-    files.write_arc(tmp_path, 10)
-    task = {"task": "arc_easy", "data": str(tmp_path)}
+    data = tmp_path / "eval"
+    files.write_arc(data, 10)
+    task = {"task": "arc_easy", "data": str(data)}
     recipe = recipe_of(tmp_path, backbone, {"harness": [task]})
     lines: list[str] = []
     results = compare_recipe(recipe, progress=False, log=lines.append)
@@ -72,7 +73,7 @@ def test_a_comparison_measures_the_backbone_once_and_pairs_all_rows(tmp_path: Pa
     assert not any("arc_easy" in line for line in lines), "a later run reads the results back"
     assert again.row("backbone").metrics["arc_easy"] == results.row("backbone").metrics["arc_easy"]
 
-    files.write_arc(tmp_path, 9)
+    files.write_arc(data, 9)
     compare_recipe(Recipe.parse(more), progress=False, log=lines.append)
     assert any("arc_easy" in line for line in lines), "other data is another measurement"
 
@@ -96,7 +97,8 @@ def test_the_preset_is_its_tasks_and_its_data_is_part_of_the_key(
     assert key(recipe_of(tmp_path, backbone, {"preset": "retention"})) == key(recipe)
     files.write_nq_open(tmp_path / "second", 21)
     assert key(recipe) != key(moved)
-    assert "harness" not in bare.comparison()[0].settings()["evaluation"], "earlier runs keep their keys"
+    new_keys = {"harness", "preset", "eval_data", "confirm_unsafe_code"}
+    assert new_keys.isdisjoint(bare.comparison()[0].settings()["evaluation"]), "earlier runs keep their keys"
 
 
 def test_train_measures_the_preset(tmp_path: Path, backbone: Path) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.errors import EvaluationError, did_you_mean, first_line
 from graftlm.evaluation.harness_tasks import PURPOSE, allowed_code, refuse_unsafe_code, task_manager
+from graftlm.evaluation.harness_types import HarnessModel, TaskIndex
 from graftlm.evaluation.inference import LanguageModel, evaluation_mode
 from graftlm.evaluation.reachable_hub import offline_if_unreachable
 from graftlm.files.extras import import_extra
@@ -78,7 +78,7 @@ def run_lm_eval(
     return {} if output is None else _metrics_by_task(output)
 
 
-def harness_model(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Any:
+def harness_model(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> HarnessModel:
     """Return a model of the harness that wraps a live model.
 
     Args:
@@ -110,7 +110,7 @@ def quiet_harness() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _task_manager(task_index: ModuleType, names: Sequence[str], include_path: str | Path | None) -> Any:
+def _task_manager(task_index: ModuleType, names: Sequence[str], include_path: str | Path | None) -> TaskIndex:
     if include_path is None:
         return task_manager(names)
     # Reading the index of all tasks takes seconds, and the user's own tasks don't need it.

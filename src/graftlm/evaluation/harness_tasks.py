@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from graftlm.errors import EvaluationError
+from graftlm.evaluation.harness_types import TaskIndex, Values
 from graftlm.files.extras import import_extra
 
 PURPOSE = "Running academic tasks"
 _UNSAFE_VARIABLE = "HF_ALLOW_CODE_EVAL"
 
 
-def stock_keys(path: Path, *, resolve: bool = True) -> dict[str, Any]:
+def stock_keys(path: Path, *, resolve: bool = True) -> Values:
     """Return the keys of a task's YAML.
 
     Args:
@@ -32,7 +32,7 @@ def stock_keys(path: Path, *, resolve: bool = True) -> dict[str, Any]:
     return load_yaml(path, resolve_func=resolve)
 
 
-def task_manager(names: Sequence[str]) -> Any:
+def task_manager(names: Sequence[str]) -> TaskIndex:
     """Return an index of the harness' tasks that has these names, if they exist.
 
     The index of all tasks takes seconds to read. It is not needed for tasks and groups that a file of their name
@@ -52,7 +52,7 @@ def task_manager(names: Sequence[str]) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _full_index() -> Any:
+def _full_index() -> TaskIndex:
     return import_extra("harness", "lm_eval.tasks", PURPOSE).TaskManager()
 
 
@@ -77,7 +77,7 @@ def _files() -> dict[str, list[Path]]:
     return found
 
 
-def refuse_unsafe_code(manager: Any, names: Sequence[str], *, confirmed: bool) -> None:
+def refuse_unsafe_code(manager: TaskIndex, names: Sequence[str], *, confirmed: bool) -> None:
     """Check that no task runs code that a model wrote, before anything of it is imported.
 
     Args:
@@ -92,7 +92,7 @@ def refuse_unsafe_code(manager: Any, names: Sequence[str], *, confirmed: bool) -
         return
     for name in names:
         entry = manager.task_index[name]
-        path = entry["yaml_path"] if isinstance(entry, dict) else entry.yaml_path
+        path = entry["yaml_path"] if isinstance(entry, dict) else getattr(entry, "yaml_path", None)
         if not path or path == -1:
             continue
         if stock_keys(Path(path), resolve=False).get("unsafe_code"):

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias, TypedDict, cast
+from typing import TypeAlias, cast
 
+from graftlm.evaluation.benchmarks.result import BenchmarkValues
 from graftlm.evaluation.measurement import FrozenModel
 from graftlm.evaluation.metric_text import SPEEDS, format_value
 from graftlm.evaluation.results import Results
 from graftlm.evaluation.scored_text import ScoredPart
 
 _ALL = 0.95  # share from which nearly all gates are open
-
-
-class BenchmarkDetails(TypedDict):
-    """A result on a benchmark, of which this is read; see `BenchmarkResult`."""
-
-    metric: str
-    values: list[float]
-    left_out: int
-
 
 ScoredParts: TypeAlias = Mapping[str, Sequence[ScoredPart]]
 """What was scored of each test set."""
@@ -66,7 +58,7 @@ def _about_own_text(results: Results) -> Iterator[str]:
 
 def _about_benchmarks(results: Results) -> Iterator[str]:
     """Yield the metric and the number of items of each benchmark, which are the same for all rows."""
-    by_row = cast("Mapping[str, Mapping[str, BenchmarkDetails]]", results.details.get("harness") or {})
+    by_row = cast("Mapping[str, Mapping[str, BenchmarkValues]]", results.details.get("harness") or {})
     for label, result in next(iter(by_row.values()), {}).items():
         text = f"{label} is {result['metric']} over {len(result['values']):,} items."
         if result["left_out"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, Self
+from typing import Self
 
 from graftlm.backbone.load import BackboneConfig
 from graftlm.evaluation import Metric, Row
@@ -54,7 +54,7 @@ class BenchmarkRun(Run):
             confirm_unsafe_code=confirm_unsafe_code,
         )
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         settings = super().settings()
         del settings["batch_size"], settings["confirm_unsafe_code"]
         return settings

@@ -5,7 +5,7 @@ Where it needs text that the backbone samples, a `SamplingRun` comes first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,7 +104,7 @@ class GraftRun(TrainingRun):
             del settings["training"]
         return settings
 
-    def _settle_benchmarks(self, evaluation: dict[str, Any]) -> None:
+    def _settle_benchmarks(self, evaluation: MutableMapping[str, object]) -> None:
         """Replace the preset and the folder of its data by its tasks, in the settings of the evaluation."""
         harness = [task.model_dump(mode="json") for task in self.evaluation.benchmarks()]
         for key in ("harness", "eval_data", "confirm_unsafe_code"):

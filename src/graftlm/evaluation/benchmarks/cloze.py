@@ -8,15 +8,15 @@ and the likeliest per character is chosen (Gu et al., 2024, arXiv 2406.08446): t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from graftlm.errors import EvaluationError
+from graftlm.evaluation.harness_types import Values
 
 _QUESTIONS = ("question", "question_stem")
 _ANSWERS = ("answer", "answerKey", "label")
 
 
-def cloze_keys(row: Mapping[str, Any], task: str) -> dict[str, object]:
+def cloze_keys(row: Values, task: str) -> dict[str, object]:
     """Return the keys of a task of lm-evaluation-harness that score the texts of answers.
 
     Args:
@@ -53,19 +53,19 @@ def cloze_keys(row: Mapping[str, Any], task: str) -> dict[str, object]:
     }
 
 
-def cloze_prompt(row: Mapping[str, Any]) -> str:
+def cloze_prompt(row: Values) -> str:
     """Return the question as a prompt, without the choices."""
     question = next(row[name] for name in _QUESTIONS if name in row)
     return f"Question: {question.strip()}\nAnswer:"
 
 
-def cloze_choices(row: Mapping[str, Any]) -> list[str]:
+def cloze_choices(row: Values) -> list[str]:
     """Return the texts of the choices."""
     choices = row["choices"]
     return list(choices["text"] if isinstance(choices, Mapping) else choices)
 
 
-def cloze_answer(row: Mapping[str, Any]) -> int:
+def cloze_answer(row: Values) -> int:
     """Return the index of the right choice, which a row has as an index or as a label."""
     answer = next(row[name] for name in _ANSWERS if name in row)
     if isinstance(answer, int):

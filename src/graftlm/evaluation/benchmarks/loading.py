@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
 
 from graftlm.errors import EvaluationError, first_line
 from graftlm.evaluation.benchmarks.cloze import cloze_keys
 from graftlm.evaluation.benchmarks.config import HarnessTaskConfig
 from graftlm.evaluation.benchmarks.ifeval import is_checkable, offline_checker
-from graftlm.evaluation.benchmarks.local_files import LocalTask, Row, read_local_tasks
+from graftlm.evaluation.benchmarks.local_files import LocalTask, read_local_tasks
 from graftlm.evaluation.harness import check_task_names, quiet_harness
 from graftlm.evaluation.harness_tasks import (
     PURPOSE,
@@ -23,28 +22,13 @@ from graftlm.evaluation.harness_tasks import (
     task_manager,
     unsafe_code_error,
 )
+from graftlm.evaluation.harness_types import StockTask, TaskIndex, Values
 from graftlm.evaluation.reachable_hub import offline_if_unreachable
 from graftlm.files.extras import import_extra
 
 _IFEVAL = "ifeval"
 _TEST = "test"
 _SHOTS = "train"
-
-
-class StockTask(Protocol):
-    """What is used of a task of lm-evaluation-harness."""
-
-    config: Any
-    eval_docs: Sequence[Row]
-    instances: list[Any]
-    OUTPUT_TYPE: str
-
-    def fewshot_docs(self) -> Sequence[Row] | None: ...
-    def set_config(self, key: str, value: object, update: bool = False) -> None: ...
-    def set_fewshot_seed(self, seed: int | None = None) -> None: ...
-    def build_all_requests(self, **options: object) -> None: ...
-    def apply_filters(self) -> object: ...
-    def process_results(self, doc: Row, results: Sequence[object]) -> Mapping[str, object]: ...
 
 
 @dataclass(frozen=True)
@@ -190,7 +174,7 @@ class _LocalSource:
         return ChosenTask(task, list(range(len(measured))), len(_own_examples(self.keys) or shown))
 
 
-def _scorable(rows: list[Row], task: str) -> list[Row]:
+def _scorable(rows: list[Values], task: str) -> list[Values]:
     return [row for row in rows if is_checkable(row)] if task == _IFEVAL else rows
 
 
@@ -214,13 +198,13 @@ def choose_items(sizes: Sequence[int], limit: int | None, seed: int | None) -> l
     return chosen
 
 
-def _own_examples(keys: Mapping[str, Any]) -> Sequence[Row]:
+def _own_examples(keys: Values) -> Sequence[Values]:
     """Return the solved examples that a task's YAML has itself."""
     samples = (keys.get("fewshot_config") or {}).get("samples") or ()
     return samples() if callable(samples) else samples
 
 
-def _task_of(keys: dict[str, Any], splits: Mapping[str, Sequence[Row]]) -> StockTask:
+def _task_of(keys: Values, splits: Mapping[str, Sequence[Values]]) -> StockTask:
     """Return a task of the harness over rows in memory.
 
     Args:
@@ -232,7 +216,7 @@ def _task_of(keys: dict[str, Any], splits: Mapping[str, Sequence[Row]]) -> Stock
     from_harness = import_extra("harness", "lm_eval.api.task", PURPOSE)
     filled = {name: datasets.Dataset.from_list(list(rows)) for name, rows in splits.items() if rows}
     shots = _SHOTS if _SHOTS in filled else None
-    changed: dict[str, Any] = {
+    changed: Values = {
         "custom_dataset": lambda **_: datasets.DatasetDict(filled),
         "test_split": _TEST,
         "validation_split": None,
@@ -265,7 +249,7 @@ def _load_from_hub(config: HarnessTaskConfig, confirm_unsafe_code: bool) -> Benc
 
 
 def _stock_tasks(
-    task_index: ModuleType, manager: Any, config: HarnessTaskConfig, confirm_unsafe_code: bool
+    task_index: ModuleType, manager: TaskIndex, config: HarnessTaskConfig, confirm_unsafe_code: bool
 ) -> list[StockTask]:
     """Return the tasks of a name, with their data from the hub or its cache."""
     with offline_if_unreachable() as is_online, offline_checker():
@@ -288,13 +272,13 @@ def _stock_tasks(
     return [_as_cloze(task, config.task) for task in found] if config.cloze else found
 
 
-def _loaded(task_index: ModuleType, manager: Any, name: str) -> list[StockTask]:
+def _loaded(task_index: ModuleType, manager: TaskIndex, name: str) -> list[StockTask]:
     if hasattr(manager, "load"):
         return list(manager.load([name])["tasks"].values())
     return _flat(task_index.get_task_dict([name], manager))  # versions before 0.4.11
 
 
-def _flat(tasks: Mapping[Any, Any]) -> list[StockTask]:
+def _flat(tasks: Mapping[object, object]) -> list[StockTask]:
     """Return the tasks of a nested mapping of groups."""
     found = []
     for value in tasks.values():

@@ -20,12 +20,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from graftlm.errors import DataError, EvaluationError
+from graftlm.evaluation.harness_types import Values
 
-Row: TypeAlias = dict[str, Any]
-RowReader: TypeAlias = Callable[[Path], list[Row]]
+RowReader: TypeAlias = Callable[[Path], list[Values]]
 
 _CHOICE = re.compile(r"\s*Answer(\d): ")
 _QUESTION = re.compile(r"[^:]*: (?P<question>.*?)\n\n(?P<choices>Answer1: .*?)\n\n", re.DOTALL)
@@ -43,8 +43,8 @@ class LocalTask:
     """
 
     definition: str
-    rows: list[Row]
-    shots: list[Row] = field(default_factory=list)
+    rows: list[Values]
+    shots: list[Values] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _xcopa_files(_: Mapping[str, str | None]) -> _Files:
     return _Files("xcopa", "xcopa/default_{}.yaml", "test.{}.jsonl", _read_xcopa, "val.{}.jsonl")
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _lines(path: Path) -> Iterator[tuple[str, object]]:
     """Yield the place and the value of each line of JSON."""
     for number, line in enumerate(_text(path).splitlines(), start=1):
         if not line.strip():
@@ -159,52 +159,53 @@ def _text(path: Path) -> str:
         raise DataError(f"{path} can't be read ({reason}): name a text file of the benchmark.") from None
 
 
-def _document(path: Path) -> Any:
+def _document(path: Path) -> object:
     try:
         return json.loads(_text(path))
     except json.JSONDecodeError as error:
         raise DataError(f"{path} is not JSON ({error.msg} in line {error.lineno}): name a JSON file.") from None
 
 
-def _checked(value: Any, where: str, keys: Mapping[str, type]) -> Row:
+def _checked(value: object, where: str, keys: Mapping[str, type]) -> Values:
     """Return a row after a check that it has keys with values of a type."""
+    row = value if isinstance(value, dict) else {}
     for key, kind in keys.items():
-        if not isinstance(value, dict) or not isinstance(value.get(key), kind):
+        if not isinstance(row.get(key), kind):
             raise DataError(
                 f"{where} has no {key} of type {kind.__name__}, which the benchmark's own rows have: correct the row, "
                 "or name another file."
             )
-    return value
+    return row
 
 
-def _rows_of(path: Path, keys: Mapping[str, type]) -> list[Row]:
+def _rows_of(path: Path, keys: Mapping[str, type]) -> list[Values]:
     return [_checked(value, where, keys) for where, value in _lines(path)]
 
 
-def _read_ifeval(path: Path) -> list[Row]:
+def _read_ifeval(path: Path) -> list[Values]:
     keys = {"key": int, "prompt": str, "instruction_id_list": list, "kwargs": list}
     return _rows_of(path, keys)
 
 
-def _read_nq_open(path: Path) -> list[Row]:
+def _read_nq_open(path: Path) -> list[Values]:
     return _rows_of(path, {"question": str, "answer": list})
 
 
-def _read_gsm8k(path: Path) -> list[Row]:
+def _read_gsm8k(path: Path) -> list[Values]:
     return _rows_of(path, {"question": str, "answer": str})
 
 
-def _read_xcopa(path: Path) -> list[Row]:
+def _read_xcopa(path: Path) -> list[Values]:
     return _rows_of(path, {"premise": str, "choice1": str, "choice2": str, "question": str, "label": int})
 
 
-def _read_bbh(path: Path) -> list[Row]:
+def _read_bbh(path: Path) -> list[Values]:
     document = _checked(_document(path), str(path), {"examples": list})
     keys = {"input": str, "target": str}
     return [_checked(row, f"{path}, example {n}", keys) for n, row in enumerate(document["examples"], start=1)]
 
 
-def _read_mgsm(path: Path) -> list[Row]:
+def _read_mgsm(path: Path) -> list[Values]:
     rows = []
     for number, cells in enumerate(
         csv.reader(_text(path).splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE), start=1
@@ -220,14 +221,14 @@ def _read_mgsm(path: Path) -> list[Row]:
     return rows
 
 
-def _read_arc(path: Path) -> list[Row]:
+def _read_arc(path: Path) -> list[Values]:
     return [
         {"question": question, "choices": choices, "answerKey": key}
         for question, choices, key in _choice_questions(path)
     ]
 
 
-def _read_openbookqa(path: Path) -> list[Row]:
+def _read_openbookqa(path: Path) -> list[Values]:
     return [
         {"question_stem": question, "choices": choices, "answerKey": key}
         for question, choices, key in _choice_questions(path)

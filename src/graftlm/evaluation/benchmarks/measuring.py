@@ -11,17 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone import answer_end_ids, end_ids, leading_bos, max_sequence_length, read_stops
 from graftlm.errors import DataError, EvaluationError
-from graftlm.evaluation.benchmarks.loading import Benchmark, StockTask
+from graftlm.evaluation.benchmarks.loading import Benchmark
 from graftlm.evaluation.benchmarks.result import BenchmarkResult, Sample
 from graftlm.evaluation.examples import continue_rows
 from graftlm.evaluation.harness import harness_model, quiet_harness
 from graftlm.evaluation.harness_tasks import allowed_code
+from graftlm.evaluation.harness_types import HarnessModel, Request, StockTask, Values
 from graftlm.evaluation.inference import LanguageModel, evaluation_mode
 from graftlm.progress import SHARE, progress_bar
 
@@ -86,7 +87,7 @@ class _Runner:
         self,
         model: LanguageModel,
         tokenizer: PreTrainedTokenizerBase,
-        adapter: Any,
+        adapter: HarnessModel,
         benchmark: Benchmark,
         batch_size: int,
         progress: bool,
@@ -102,7 +103,7 @@ class _Runner:
         """Ask all items, score the answers, and return the result."""
         for chosen in self.benchmark.tasks:
             self._build_requests(chosen.task, chosen.items)
-        requests: dict[str, list[Any]] = defaultdict(list)
+        requests: dict[str, list[Request]] = defaultdict(list)
         for chosen in self.benchmark.tasks:
             for instance in chosen.task.instances:
                 requests[instance.request_type].append(instance)
@@ -139,7 +140,7 @@ class _Runner:
             )
         return has_template if self.benchmark.is_chat is None else self.benchmark.is_chat
 
-    def _answer(self, kind: str, instances: list[Any]) -> None:
+    def _answer(self, kind: str, instances: list[Request]) -> None:
         """Add the model's answers to requests of one kind."""
         if kind == "generate_until" and not any(_samples(instance) for instance in instances):
             self._generate(instances)
@@ -149,9 +150,9 @@ class _Runner:
         for instance, answer in zip(repeated, answers, strict=True):
             instance.resps.append(answer)
 
-    def _generate(self, instances: list[Any]) -> None:
+    def _generate(self, instances: list[Request]) -> None:
         """Generate answers greedily; requests with equal settings share batches."""
-        groups: dict[tuple[tuple[str, ...], int], list[Any]] = defaultdict(list)
+        groups: dict[tuple[tuple[str, ...], int], list[Request]] = defaultdict(list)
         for instance in instances:
             groups[_stops_of(instance), _length_of(instance)].append(instance)
         title = f"answering {self.benchmark.label}"
@@ -162,7 +163,7 @@ class _Runner:
                     instance.resps.append(answer)
 
     def _continue(
-        self, instances: list[Any], stops: tuple[str, ...], length: int, on_batch: Callable[[int], None]
+        self, instances: list[Request], stops: tuple[str, ...], length: int, on_batch: Callable[[int], None]
     ) -> list[str]:
         room = max_sequence_length(self.model) - length
         if room < 1:
@@ -220,21 +221,21 @@ def _no_bars() -> Iterator[None]:
         module.tqdm = bar
 
 
-def _settings(instance: Any) -> dict[str, Any]:
+def _settings(instance: Request) -> Values:
     """Return the settings of a request that generates."""
     return instance.args[1]
 
 
-def _samples(instance: Any) -> bool:
+def _samples(instance: Request) -> bool:
     return bool(_settings(instance).get("do_sample")) or (instance.repeats or 1) > 1
 
 
-def _stops_of(instance: Any) -> tuple[str, ...]:
+def _stops_of(instance: Request) -> tuple[str, ...]:
     until = _settings(instance).get("until") or []
     return (until,) if isinstance(until, str) else tuple(until)
 
 
-def _length_of(instance: Any) -> int:
+def _length_of(instance: Request) -> int:
     settings = _settings(instance)
     names = ("max_gen_toks", "max_new_tokens", "max_tokens")
     return int(next((settings[name] for name in names if settings.get(name)), _MAX_TOKENS))
@@ -252,15 +253,15 @@ def _usable_stops(tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> l
     return usable
 
 
-def _by_item(task: StockTask) -> list[list[Any]]:
+def _by_item(task: StockTask) -> list[list[Request]]:
     """Return the requests of each item, in order."""
-    by_item: dict[int, list[Any]] = defaultdict(list)
+    by_item: dict[int, list[Request]] = defaultdict(list)
     for instance in task.instances:
         by_item[instance.doc_id].append(instance)
     return [sorted(by_item[item], key=lambda instance: instance.idx) for item in sorted(by_item)]
 
 
-def _values_of(task: StockTask, instances: list[Any]) -> list[_Value]:
+def _values_of(task: StockTask, instances: list[Request]) -> list[_Value]:
     """Return all metrics of an item, with each filter of its answers."""
     values = []
     for name in instances[0].filtered_resps:
@@ -291,7 +292,7 @@ def _full_name(metric: str, answer_filter: str) -> str:
     return metric if answer_filter == "none" else f"{metric}, {answer_filter}"
 
 
-def _sample(instances: list[Any], value: _Value) -> Sample:
+def _sample(instances: list[Request], value: _Value) -> Sample:
     instance = instances[0]
     is_text = isinstance(instance.resps[0], str)
     return {

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from graftlm.errors import DataError, EvaluationError
 from graftlm.evaluation.benchmarks.config import HarnessTaskConfig, duplicate_problem
@@ -20,10 +20,10 @@ PresetName = Literal["retention"]
 
 EVAL_DATA_VARIABLE = "GRAFTLM_EVAL_DATA"
 _SEED = 57
-_RETENTION: dict[str, dict[str, Any]] = {  # folder of the data: keys of the task
-    "ifeval": {"task": "ifeval", "shots": 0, "limit": 60, "max_tokens": 128},
-    "bbh": {"task": "bbh_zeroshot", "name": "bbh", "limit": 108, "max_tokens": 24},
-    "nq_open": {"task": "nq_open", "shots": 5, "limit": 100, "max_tokens": 16},
+_RETENTION = {  # by the folder of the data
+    "ifeval": HarnessTaskConfig(task="ifeval", shots=0, limit=60, max_tokens=128, seed=_SEED),
+    "bbh": HarnessTaskConfig(task="bbh_zeroshot", name="bbh", limit=108, max_tokens=24, seed=_SEED),
+    "nq_open": HarnessTaskConfig(task="nq_open", shots=5, limit=100, max_tokens=16, seed=_SEED),
 }
 
 
@@ -42,9 +42,9 @@ def preset_tasks(preset: PresetName | None, eval_data: str | None) -> list[Harne
         return []
     folder = eval_data or os.environ.get(EVAL_DATA_VARIABLE)
     tasks = []
-    for name, keys in _RETENTION.items():
+    for name, task in _RETENTION.items():
         data = None if folder is None else _task_folder(Path(folder).expanduser(), name)
-        tasks.append(HarnessTaskConfig(**keys, seed=_SEED, data=data))
+        tasks.append(task.model_copy(update={"data": data}))
     return tasks
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict, cast
 
 import numpy as np
 
@@ -22,6 +22,16 @@ class Sample(TypedDict):
     prompt: str
     answer: str
     value: float
+
+
+class BenchmarkValues(TypedDict):
+    """A `BenchmarkResult` as plain JSON values."""
+
+    metric: str
+    values: list[float]
+    further: dict[str, float]
+    left_out: int
+    samples: list[Sample]
 
 
 @dataclass(frozen=True)
@@ -70,12 +80,12 @@ class BenchmarkResult:
             )
         return {f"{label}_change": item_difference(self.values, base.values)}
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> BenchmarkValues:
         """Return the result as plain JSON values."""
-        return asdict(self)
+        return cast("BenchmarkValues", asdict(self))
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> BenchmarkResult:
+    def from_json(cls, values: BenchmarkValues) -> BenchmarkResult:
         """Make a result from the values that `to_json` returned."""
         return cls(**values)
 
