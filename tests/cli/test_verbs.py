@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
+import benchmark_files as files
 import graftlm
 import graftlm.demo
 from cli.tools import Graft
@@ -100,7 +101,9 @@ def test_eval_runs_tasks_on_both(graft: Graft, trained: str, monkeypatch: pytest
         names: list[str],
         *,
         limit: int | None,
+        confirm_unsafe_code: bool,
     ) -> dict[str, dict[str, float]]:
+        assert not confirm_unsafe_code
         calls.append((type(model).__name__, names, limit))
         return {"arc_easy": {"acc": 0.25 * len(calls)}}
 
@@ -108,6 +111,29 @@ def test_eval_runs_tasks_on_both(graft: Graft, trained: str, monkeypatch: pytest
     document = json.loads(graft("eval", trained, "--tasks", "arc_easy", "--limit", "3", "--json").out)
     assert calls == [("LlamaForCausalLM", ["arc_easy"], 3), ("GraftedModel", ["arc_easy"], 3)]
     assert [row["metrics"]["arc_easy_acc"] for row in document["rows"]] == [0.25, 0.5]
+
+
+def test_compare_and_audit_run_the_preset_on_local_data(graft: Graft, home: Path) -> None:
+    data = files.write_retention(home / "runs" / "eval data")
+    shorter = [{"task": "nq_open", "name": "short", "data": str(data), "max_tokens": 4, "limit": 3}]
+    methods = {"lora": {"graft": {"kind": "lora", "rank": 2}}}
+    command = ("compare", "recipe.yaml", f"methods={json.dumps(methods)}", f"evaluation.harness={json.dumps(shorter)}")
+    size = ("training.steps=1", "evaluation.own_tokens=0", "out=runs/preset", "--quiet", "--json")
+    outcome = graft(*command, *size, "--preset", "retention", "--eval-data", str(data))
+    assert outcome.code == 0, outcome.err
+    bare, tuned = json.loads(outcome.out)["results"]["rows"]
+    for name in ("ifeval", "bbh", "nq_open", "short"):
+        assert name in bare["metrics"]
+        assert f"{name}_change" in tuned["metrics"]
+    names = ("audit", "llama", "runs/preset/lora/graft", "--tokens", "0", "--json", "--quiet")
+    task = f"nq_open,name=short,limit=3,max_tokens=4,data={data}"
+    outcome = graft(*names, "--harness", task, "--preset", "retention", "--eval-data", str(data))
+    assert outcome.code == 0, outcome.err
+    metrics = json.loads(outcome.out)["rows"][1]["metrics"]
+    assert {"ifeval_lost", "bbh_lost", "nq_open_lost", "short_lost"} <= metrics.keys()
+    outcome = graft(*names, "--harness", "nq_open,shotss=3")
+    assert outcome.code == 2
+    assert "shotss" in outcome.err
 
 
 def test_eval_measures_examples_on_the_backbone_too(graft: Graft, trained: str, home: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_token_over_the_end_of_a_context_loses_no_text(kind: str, grafted: boo
     tokenizer = KINDS[kind]()
     model = tiny_model("llama", vocab_size=512)
     host = GraftedModel(Backbone.wrap(model, tokenizer)) if grafted else model
-    adapter: Any = harness._adapter(host, tokenizer, 2)
+    adapter: Any = harness.harness_model(host, tokenizer, 2)
     pairs = [
         ("the sailors sail un", "happily"),
         ("keeper:", " Oda"),
@@ -179,13 +179,13 @@ def chosen(model: Any, question: int) -> int:
 def test_an_unknown_task_is_named() -> None:
     known = ["arc_challenge", "hellaswag"]  # reading the harness's own index takes seconds
     with pytest.raises(EvaluationError) as caught:
-        harness._check_names(["arc_challenge", "helaswag"], known)
+        harness.check_task_names(["arc_challenge", "helaswag"], known)
     assert "hellaswag" in str(caught.value)
     with pytest.raises(EvaluationError) as caught:
-        harness._check_names(["xyz"], known)
+        harness.check_task_names(["xyz"], known)
     assert "xyz" in str(caught.value)
     with pytest.raises(EvaluationError):
-        harness._check_names([], known)
+        harness.check_task_names([], known)
 
 
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

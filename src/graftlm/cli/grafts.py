@@ -18,10 +18,13 @@ from graftlm.cli.inputs import (
     CompileSteps,
     Device,
     DtypeName,
+    EvalData,
     GraftFolder,
+    PresetOption,
     Quantization,
     Quiet,
     Trust,
+    UnsafeCode,
     argument,
     flag,
     option,
@@ -37,6 +40,7 @@ def evaluate(
         option("NAME=PATH", "Text to measure on; old and new give forgotten and learned. Repeatable."),
     ] = None,
     tasks: Annotated[str, option("A,B", "Tasks of lm-evaluation-harness, as in arc_easy,hellaswag.")] = "",
+    confirm_unsafe_code: UnsafeCode = False,
     examples: Annotated[
         list[str] | None,
         option("NAME=FILE", "JSON, parquet or CSV file of prompts and answers. Repeatable."),
@@ -109,6 +113,7 @@ def evaluate(
             "limit_tokens": limit_tokens,
             "decode_prompts": 0,
             "tasks": own_tasks,
+            "confirm_unsafe_code": confirm_unsafe_code,
         }
         results = evaluate_graft(
             graft,
@@ -134,6 +139,13 @@ def audit(
     text: Annotated[list[str] | None, option("NAME=PATH", "Further text to compare on. Repeatable.")] = None,
     tasks: Annotated[str, option("A,B", "Tasks of lm-evaluation-harness.")] = "",
     limit: Annotated[int | None, option("N", "Questions per task; all by default.", min=1)] = None,
+    harness: Annotated[
+        list[str] | None,
+        option("TASK,KEY=VALUE", "A task that is compared item by item, as in nq_open,shots=5,data=DIR. Repeatable."),
+    ] = None,
+    preset: PresetOption = None,
+    eval_data: EvalData = None,
+    confirm_unsafe_code: UnsafeCode = False,
     examples: Annotated[list[str] | None, option("NAME=FILE", "File of prompts and answers. Repeatable.")] = None,
     metric: Annotated[str | None, option("METRIC", "Metric of --examples, as in graft eval.")] = None,
     prompts: Annotated[
@@ -171,13 +183,15 @@ def audit(
     from graftlm.data.questions import read_questions
     from graftlm.evaluation.audit import AuditConfig, print_audit
     from graftlm.evaluation.audit import audit as run_audit
-    from graftlm.generation.inputs import new_sources, read_tasks, read_texts
+    from graftlm.generation.inputs import new_sources, read_harness, read_tasks, read_texts
 
     # Most options have the names of keys of the config; an option without a value leaves the key at its default.
     settings: dict[str, object] = {
         name: value for name, value in context.params.items() if name in AuditConfig.model_fields and value is not None
     }
     settings["tasks"] = _split_names(tasks)
+    settings["harness"] = read_harness(harness or ())
+    settings["eval_data"] = None if eval_data is None else str(eval_data)
     settings["examples"] = read_tasks(examples or (), metric=metric)
     settings["prompts"] = read_questions(prompts) if prompts else []
     settings["new"] = new_sources(new or (), text_column=text_column)

@@ -70,5 +70,14 @@ Column = Annotated[str, option("NAME", "Text column of JSON and parquet files.")
 CompileSteps = Annotated[
     bool, flag("--compile", "Compile the step of a token: a minute at first, then faster on a GPU.")
 ]
+PresetOption = Annotated[
+    Literal["retention"] | None,
+    option("NAME", "retention: items of IFEval, BIG-Bench Hard and NQ-open.", "--preset"),
+]
+EvalData = Annotated[
+    Path | None,
+    option("DIR", "Folder of the preset's data; by default $GRAFTLM_EVAL_DATA, or the hub.", "--eval-data"),
+]
+UnsafeCode = Annotated[bool, flag("--confirm-unsafe-code", "Run tasks that execute code which the model writes.")]
 AsJson = Annotated[bool, flag("--json", "Print one JSON document to stdout.")]
 Quiet = Annotated[bool, flag("--quiet -q", "Print no progress and no notes.")]

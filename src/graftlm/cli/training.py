@@ -9,7 +9,17 @@ from typing import Annotated
 import typer
 
 from graftlm.cli.common import logger, print_json, print_report, print_result
-from graftlm.cli.inputs import AsJson, Quiet, RecipeFile, RunFolder, Settings, flag, option
+from graftlm.cli.inputs import (
+    AsJson,
+    EvalData,
+    PresetOption,
+    Quiet,
+    RecipeFile,
+    RunFolder,
+    Settings,
+    flag,
+    option,
+)
 from graftlm.errors import ForgettingBudgetError
 
 
@@ -57,11 +67,18 @@ def compare(
         bool,
         flag("--frontier", "Sweep learning rates and strengths, and compare at equal learning."),
     ] = False,
+    preset: PresetOption = None,
+    eval_data: EvalData = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Train several methods on the same data, and compare them."""
-    _run("compare_recipe", recipe, overrides, out, as_json=as_json, quiet=quiet, frontier=frontier)
+    settings = list(overrides or ())
+    if preset is not None:
+        settings.append(f"evaluation.preset={preset}")
+    if eval_data is not None:
+        settings.append(f"evaluation.eval_data={json.dumps(str(eval_data))}")
+    _run("compare_recipe", recipe, settings, out, as_json=as_json, quiet=quiet, frontier=frontier)
 
 
 def grow(

@@ -1,4 +1,4 @@
-"""Paired differences between methods that were measured on the same windows of text."""
+"""Paired differences between methods that were measured on the same windows of text, or items of benchmarks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import TypeAlias, TypedDict, cast
 
 import numpy as np
 
+from graftlm.evaluation.benchmarks.result import item_difference
 from graftlm.evaluation.intervals import RESAMPLES, percentile_interval, resample_ratios
 from graftlm.evaluation.results import Interval, Results
 
 WindowChanges: TypeAlias = Mapping[str, Mapping[str, Sequence[float]]]
 """{metric: {"nats": [...], "tokens": [...]}}, one value for each window; see `windows_of` in `strengths`."""
+
+ItemValues: TypeAlias = Mapping[str, Sequence[float]]
+"""{metric: [...]}, one value for each item of a benchmark."""
 
 
 class DifferenceValues(TypedDict):
@@ -78,14 +82,29 @@ def paired_differences(first: WindowChanges, second: WindowChanges) -> dict[str,
     return differences
 
 
-def differences_between(windows: Mapping[str, WindowChanges]) -> Iterator[DifferenceValues]:
+def _item_differences(first: ItemValues, second: ItemValues) -> dict[str, Interval]:
+    """Return the means of one method minus those of another over the same items of the benchmarks of both."""
+    differences = {}
+    for name, values in first.items():
+        other = second.get(name)
+        if other is not None and len(other) == len(values):
+            differences[name] = item_difference(values, other)
+    return differences
+
+
+def differences_between(
+    windows: Mapping[str, WindowChanges], items: Mapping[str, ItemValues] | None = None
+) -> Iterator[DifferenceValues]:
     """Yield the paired differences of all pairs of rows.
 
     Args:
         windows: the windows by row id.
+        items: the values of the items of benchmarks by row id.
     """
-    for first, second in combinations(windows, 2):
-        metrics = paired_differences(windows[first], windows[second])
+    by_row = items or {}
+    for first, second in combinations(dict.fromkeys([*windows, *by_row]), 2):
+        metrics = paired_differences(windows.get(first, {}), windows.get(second, {}))
+        metrics |= _item_differences(by_row.get(first, {}), by_row.get(second, {}))
         if metrics:
             values = {name: value.model_dump(mode="json") for name, value in metrics.items()}
             yield {"first": first, "second": second, "metrics": values}

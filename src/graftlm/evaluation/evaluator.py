@@ -20,6 +20,16 @@ from graftlm.data.own_text import OwnText
 from graftlm.data.questions import read_questions, sample_questions
 from graftlm.data.text_sets import ONE_SET, TextSets
 from graftlm.errors import EvaluationError
+from graftlm.evaluation.benchmarks import (
+    Benchmark,
+    BenchmarkResult,
+    HarnessTaskConfig,
+    PresetName,
+    load_benchmarks,
+    measure_benchmarks,
+)
+from graftlm.evaluation.benchmarks.config import duplicate_problem
+from graftlm.evaluation.benchmarks.presets import with_preset
 from graftlm.evaluation.chat_answers import (
     ChatAnswer,
     ChatQuestion,
@@ -72,6 +82,14 @@ class EvaluationConfig(Config):
     decode_prompts: int = Field(2, ge=0, description="Prompts per domain for the decoding speed; 0 leaves it out.")
     decode_tokens: int = Field(32, ge=1, description="Tokens decoded per prompt.")
     tasks: dict[str, TaskConfig] = Field({}, description="Files of prompts and answers by name.")
+    harness: list[HarnessTaskConfig] = Field([], description="Tasks of lm-evaluation-harness.")
+    preset: PresetName | None = Field(
+        None, description="retention: items of IFEval, BIG-Bench Hard and NQ-open, and ask: own for chat models."
+    )
+    eval_data: str | None = Field(
+        None, description="Folder of the preset's data; by default $GRAFTLM_EVAL_DATA, or the hub if it is not set."
+    )
+    confirm_unsafe_code: bool = Field(False, description="Run harness tasks that execute code which the model writes.")
     own_tokens: int = Field(
         4096,
         ge=0,
@@ -97,7 +115,19 @@ class EvaluationConfig(Config):
         None, description="Nats per token of the old domain that the run may lose; more makes it fail."
     )
 
+    def benchmarks(self) -> list[HarnessTaskConfig]:
+        """Return the tasks of the harness, with those of the preset.
+
+        Raises:
+            DataError: the folder of the preset's data lacks the data of a task.
+            EvaluationError: the preset has a task of the same name as another one.
+        """
+        return with_preset(self.harness, self.preset, self.eval_data)
+
     def _problems(self) -> Iterator[str]:
+        problem = duplicate_problem(self.harness)
+        if problem is not None:
+            yield problem
         if self.strength is not None and self.strengths:
             yield (
                 "strength chooses one strength, but strengths measures several: leave one of them out (a frontier "
@@ -160,10 +190,13 @@ class BackboneEvaluator:
         progress: whether to show progress bars.
         sets: the named sets of new and old text, whose test sets give `learned_<set>` and `forgotten_<set>`; `learned`
             and `forgotten` are then their means.
+        benchmarks: the loaded tasks of the harness; None loads them.
+        bare_benchmarks: the backbone's results on them by label; None measures them.
 
     Raises:
         BackboneError: the backbone has no tokenizer.
         DataError: the file of a task can't be read, or has too few examples.
+        EvaluationError: a task of the harness can't be loaded.
     """
 
     backbone: Backbone
@@ -173,10 +206,16 @@ class BackboneEvaluator:
     own_text: Sequence[OwnText] = ()
     progress: bool = False
     sets: TextSets = ONE_SET
+    benchmarks: Sequence[Benchmark] | None = None
+    bare_benchmarks: Mapping[str, BenchmarkResult] | None = None
 
     def __post_init__(self) -> None:
         self.tokenizer = self.backbone.need_tokenizer()
         self.tasks = {name: read_task(task) for name, task in self.evaluation.tasks.items()}
+        if self.benchmarks is None:
+            self.benchmarks = load_benchmarks(
+                self.evaluation.benchmarks(), confirm_unsafe_code=self.evaluation.confirm_unsafe_code
+            )
 
     @cached_property
     def backbone_scores(self) -> dict[str, Scores]:
@@ -196,7 +235,7 @@ class BackboneEvaluator:
         if strength is None:
             return None
         tests = load_tests({OLD_SET: strength.old, NEW_SET: strength.new})
-        settings = self.evaluation.model_copy(update={"strength": None, "tasks": {}})
+        settings = self.evaluation.model_copy(update={"strength": None, "tasks": {}, "harness": [], "preset": None})
         validator = BackboneEvaluator(self.backbone, tests, settings, self.length, progress=self.progress)
         _ = validator.backbone_scores
         return validator
@@ -233,13 +272,27 @@ class BackboneEvaluator:
         return self._measure_tasks(self.backbone.model)
 
     @cached_property
+    def backbone_benchmarks(self) -> Mapping[str, BenchmarkResult]:
+        """The backbone's results by benchmark, computed on first access, which must come before a graft is attached."""
+        if self.bare_benchmarks is not None:
+            return self.bare_benchmarks
+        return self._measure_benchmarks(self.backbone.model)
+
+    @property
+    def asked(self) -> str | None:
+        """The key `ask`, or `own` for a chat model that is measured by a preset; None if nothing is asked."""
+        if self.evaluation.ask is None and self.evaluation.preset is not None and self.tokenizer.chat_template:
+            return OWN_QUESTIONS
+        return self.evaluation.ask
+
+    @cached_property
     def questions(self) -> list[ChatQuestion]:
-        """The questions of `ask`, read or sampled on first access; empty without `ask`.
+        """The questions of `asked`, read or sampled on first access; empty without it.
 
         Raises:
             DataError: the file can't be read, or the tokenizer has no chat template.
         """
-        asked = self.evaluation.ask
+        asked = self.asked
         if asked is None:
             return []
         if asked == OWN_QUESTIONS:
@@ -251,7 +304,7 @@ class BackboneEvaluator:
     @property
     def wanted_questions(self) -> int:
         """The number of questions that should be asked; the backbone may sample fewer."""
-        return _QUESTIONS if self.evaluation.ask == OWN_QUESTIONS else len(self.questions)
+        return _QUESTIONS if self.asked == OWN_QUESTIONS else len(self.questions)
 
     @cached_property
     def backbone_answers(self) -> list[ChatAnswer]:
@@ -310,7 +363,9 @@ class BackboneEvaluator:
         metrics["total_parameters"] = count_parameters(self.backbone.model.parameters())
         for name, outcome in self.backbone_outcomes.items():
             metrics.update(outcome.metrics(name))
-        details = self._details({}, self.backbone_outcomes, self.backbone_scores)
+        for label, result in self.backbone_benchmarks.items():
+            metrics.update(result.metrics(label))
+        details = self._details({}, self.backbone_outcomes, self.backbone_scores, self.backbone_benchmarks)
         return Measurement(Row(id=row_id, label=label, metrics=metrics), details)
 
     def measure(
@@ -341,7 +396,11 @@ class BackboneEvaluator:
         for name, outcome in outcomes.items():
             metrics.update(outcome.metrics(name))
             metrics.update(outcome.gain(name, self.backbone_outcomes[name]))
-        details = self._details(self._statistics(model), outcomes, scores)
+        benchmarks = self._measure_benchmarks(model)
+        for label, result in benchmarks.items():
+            metrics.update(result.metrics(label))
+            metrics.update(result.change(label, self.backbone_benchmarks[label]))
+        details = self._details(self._statistics(model), outcomes, scores, benchmarks)
         if self.own_text:
             details["own_text_counts"] = own_text_counts(self.own_text)
         if others:
@@ -419,6 +478,7 @@ class BackboneEvaluator:
         statistics: Mapping[str, object],
         outcomes: Mapping[str, TaskResult],
         scores: Mapping[str, Scores],
+        benchmarks: Mapping[str, BenchmarkResult],
     ) -> dict[str, object]:
         """Return the details of a measurement, without empty ones."""
         details: dict[str, object] = {}
@@ -430,6 +490,8 @@ class BackboneEvaluator:
             details["text_sets"] = {"new": list(self.sets.new), "old": list(self.sets.old)}
         if outcomes:
             details["tasks"] = {name: outcome.describe(self.tasks[name]) for name, outcome in outcomes.items()}
+        if benchmarks:
+            details["harness"] = {label: result.to_json() for label, result in benchmarks.items()}
         return details
 
     def _score_tests(self, model: LanguageModel, *, divergence: bool = False) -> dict[str, Scores]:
@@ -480,6 +542,15 @@ class BackboneEvaluator:
                 precision=self.evaluation.precision,
             )
         return results
+
+    def _measure_benchmarks(self, model: LanguageModel) -> dict[str, BenchmarkResult]:
+        return measure_benchmarks(
+            model,
+            self.tokenizer,
+            self.benchmarks or (),
+            batch_size=self.evaluation.batch_size,
+            progress=self.progress,
+        )
 
     def _decode_speeds(self, model: LanguageModel) -> dict[str, float]:
         count = self.evaluation.decode_prompts

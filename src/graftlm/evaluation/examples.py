@@ -7,7 +7,7 @@ The prompt begins with the BOS token that its tokenizer puts before texts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,9 +73,49 @@ def generate_answers(
         DataError: a prompt has no tokens, or a stop string is empty or can't match; see `read_stops`.
         EvaluationError: a prompt and its new tokens exceed the model's positions.
     """
-    stops = read_stops(tokenizer, stop)
-    ends = stops.ids | end_ids(model, tokenizer)
     rows = _prompt_rows(model, tokenizer, prompts, max_new_tokens)
+    return continue_rows(
+        model,
+        tokenizer,
+        rows,
+        end_ids(model, tokenizer),
+        stop,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+    )
+
+
+def continue_rows(
+    model: LanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[list[int]],
+    ends: AbstractSet[int],
+    stop: Sequence[str],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 64,
+    on_batch: Callable[[int], None] = lambda answers: None,
+) -> list[str]:
+    """Continue rows of tokens greedily, as `generate_answers` does with prompts.
+
+    Args:
+        model: a `GraftedModel` or any transformers model.
+        tokenizer: the model's tokenizer.
+        rows: the token ids of each prompt, at least one, which fit into the model's positions with the answer.
+        ends: ids that end an answer.
+        stop: strings that end an answer and are not part of it.
+        max_new_tokens: maximum number of new tokens per answer.
+        batch_size: rows per batch; it affects speed and memory only.
+        on_batch: called with the number of answers after each batch.
+
+    Returns:
+        The answers in the order of the rows, without special tokens.
+
+    Raises:
+        DataError: a stop string is empty or can't match; see `read_stops`.
+    """
+    stops = read_stops(tokenizer, stop)
+    all_ends = stops.ids | ends
     order = sorted(range(len(rows)), key=lambda number: len(rows[number]), reverse=True)
     criterion = _stop_criterion(tokenizer, stops.strings)
     answers = [""] * len(rows)
@@ -83,10 +123,11 @@ def generate_answers(
         for first in range(0, len(order), batch_size):
             numbers = order[first : first + batch_size]
             batch = [rows[number] for number in numbers]
-            written = _generate_batch(model, tokenizer, batch, max_new_tokens, ends, criterion)
+            written = _generate_batch(model, tokenizer, batch, max_new_tokens, all_ends, criterion)
             for number, ids in zip(numbers, written, strict=True):
                 text = continuation_text(tokenizer, rows[number], ids)
                 answers[number] = _text_before(text, stops.strings)
+            on_batch(len(numbers))
     return answers
 
 

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.errors import EvaluationError, did_you_mean, first_line
+from graftlm.evaluation.harness_tasks import PURPOSE, allowed_code, refuse_unsafe_code, task_manager
+from graftlm.evaluation.harness_types import HarnessModel, TaskIndex
 from graftlm.evaluation.inference import LanguageModel, evaluation_mode
+from graftlm.evaluation.reachable_hub import offline_if_unreachable
 from graftlm.files.extras import import_extra
-
-_PURPOSE = "Running academic tasks"
 
 
 def run_lm_eval(
@@ -28,6 +28,7 @@ def run_lm_eval(
     num_fewshot: int | None = None,
     batch_size: int = 8,
     include_path: str | Path | None = None,
+    confirm_unsafe_code: bool = False,
 ) -> dict[str, dict[str, float]]:
     """Run tasks of lm-evaluation-harness.
 
@@ -39,6 +40,7 @@ def run_lm_eval(
         num_fewshot: number of solved examples before each question; None takes the task's own number.
         batch_size: questions per forward pass.
         include_path: a folder with the user's own tasks.
+        confirm_unsafe_code: whether tasks may execute code that the model writes.
 
     Returns:
         Metrics by task, {task: {metric: value}}, with `<metric>_stderr` where it is known. Empty in all processes but
@@ -46,17 +48,19 @@ def run_lm_eval(
 
     Raises:
         MissingExtraError: lm-eval is not installed.
-        EvaluationError: no task is named, a task is unknown, or the data of a task can't be loaded.
+        EvaluationError: no task is named, a task is unknown or executes code without confirmation, or the data of a
+            task can't be loaded.
     """
     names = list(tasks)
-    evaluator = import_extra("harness", "lm_eval.evaluator", _PURPOSE)
-    task_index = import_extra("harness", "lm_eval.tasks", _PURPOSE)
+    evaluator = import_extra("harness", "lm_eval.evaluator", PURPOSE)
+    task_index = import_extra("harness", "lm_eval.tasks", PURPOSE)
     manager = _task_manager(task_index, names, include_path)
-    _check_names(names, manager.all_tasks)
-    with evaluation_mode(model), _quiet_logger():
+    check_task_names(names, manager.all_tasks)
+    refuse_unsafe_code(manager, names, confirmed=confirm_unsafe_code)
+    with evaluation_mode(model), quiet_harness(), allowed_code(allow=confirm_unsafe_code), offline_if_unreachable():
         try:
             output = evaluator.simple_evaluate(
-                _adapter(model, tokenizer, batch_size),
+                harness_model(model, tokenizer, batch_size),
                 tasks=names,
                 num_fewshot=num_fewshot,
                 batch_size=batch_size,
@@ -64,6 +68,7 @@ def run_lm_eval(
                 log_samples=False,
                 bootstrap_iters=1000,
                 task_manager=manager,
+                confirm_run_unsafe_code=confirm_unsafe_code,
             )
         except OSError as error:
             raise EvaluationError(
@@ -73,9 +78,18 @@ def run_lm_eval(
     return {} if output is None else _metrics_by_task(output)
 
 
-def _adapter(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> object:
-    """Return a model of the harness that wraps a live model."""
-    adapters = import_extra("harness", "graftlm.evaluation.lm_eval_model", _PURPOSE)
+def harness_model(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> HarnessModel:
+    """Return a model of the harness that wraps a live model.
+
+    Args:
+        model: a `GraftedModel` or any transformers model.
+        tokenizer: the model's tokenizer, which is copied.
+        batch_size: rows per forward pass.
+
+    Raises:
+        MissingExtraError: lm-eval is not installed.
+    """
+    adapters = import_extra("harness", "graftlm.evaluation.lm_eval_model", PURPOSE)
     from graftlm.grafted.model import GraftedModel  # takes seconds to import
 
     tokenizer = copy.deepcopy(tokenizer)
@@ -85,8 +99,8 @@ def _adapter(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch_siz
 
 
 @contextmanager
-def _quiet_logger() -> Iterator[None]:
-    """Silence warnings of the harness, which it logs about every model that is passed as an object."""
+def quiet_harness() -> Iterator[None]:
+    """Silence the harness in a `with` block: it warns about every model that is passed as an object."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -96,9 +110,9 @@ def _quiet_logger() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _task_manager(task_index: ModuleType, names: Sequence[str], include_path: str | Path | None) -> Any:
+def _task_manager(task_index: ModuleType, names: Sequence[str], include_path: str | Path | None) -> TaskIndex:
     if include_path is None:
-        return task_index.TaskManager()
+        return task_manager(names)
     # Reading the index of all tasks takes seconds, and the user's own tasks don't need it.
     manager = task_index.TaskManager(include_path=str(include_path), include_defaults=False)
     if set(names) <= set(manager.all_tasks):
@@ -106,7 +120,16 @@ def _task_manager(task_index: ModuleType, names: Sequence[str], include_path: st
     return task_index.TaskManager(include_path=str(include_path))
 
 
-def _check_names(names: Sequence[str], known: Sequence[str]) -> None:
+def check_task_names(names: Sequence[str], known: Sequence[str]) -> None:
+    """Check that there are names, and that the harness knows them.
+
+    Args:
+        names: names of tasks.
+        known: all names.
+
+    Raises:
+        EvaluationError: there are no names, or one is unknown.
+    """
     if not names:
         raise EvaluationError("No task is named: name at least one, such as hellaswag.")
     for name in names:

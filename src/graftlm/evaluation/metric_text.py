@@ -97,7 +97,7 @@ def format_value(name: str, value: float) -> str:
         return f"{value:.1f}"
     if name.endswith("_without_target"):
         return f"{value:,.0f}"
-    is_signed = name.startswith(_SIGNED) or name.endswith("_gain")
+    is_signed = name.startswith(_SIGNED) or name.endswith(("_gain", "_change"))
     if is_signed:
         return f"{value:+.3f}"
     return f"{value:z.3f}"  # never -0.000

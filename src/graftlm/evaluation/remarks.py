@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias, TypedDict, cast
 
 from graftlm.data.text_sets import TextSets
+from graftlm.evaluation.benchmarks.result import BenchmarkValues
 from graftlm.evaluation.measurement import FrozenModel
 from graftlm.evaluation.metric_text import SPEEDS, format_value
 from graftlm.evaluation.results import Results, value_of
@@ -55,6 +56,7 @@ def remarks(results: Results) -> list[str]:
     return [
         *_about_tests(results),
         *_about_own_text(results),
+        *_about_benchmarks(results),
         *_about_questions(results),
         *_about_frozen_models(results),
         *_about_gates(results),
@@ -78,6 +80,16 @@ def _about_own_text(results: Results) -> Iterator[str]:
     by_row = cast("Mapping[str, Mapping[str, int]]", results.details.get("own_text_counts") or {})
     for counts in list(by_row.values())[:1]:
         yield f"Own KL is over {counts['texts']:,} sampled texts, of which conversations: {counts['chats']:,}."
+
+
+def _about_benchmarks(results: Results) -> Iterator[str]:
+    """Yield the metric and the number of items of each benchmark, which are the same for all rows."""
+    by_row = cast("Mapping[str, Mapping[str, BenchmarkValues]]", results.details.get("harness") or {})
+    for label, result in next(iter(by_row.values()), {}).items():
+        text = f"{label} is {result['metric']} over {len(result['values']):,} items."
+        if result["left_out"]:
+            text += f" Its data has {result['left_out']:,} more that need a language detector or a sentence splitter."
+        yield text
 
 
 def _about_questions(results: Results) -> Iterator[str]:

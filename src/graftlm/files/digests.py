@@ -15,7 +15,7 @@ from graftlm.files.model_files import packaged_model
 _PATH_LENGTH = 1024
 """Longer strings are never taken for paths."""
 
-_FOLDER_KEYS = ("path", "name", "folder", "tokenizer", "extends", "dataset", "train", "test")
+_FOLDER_KEYS = ("path", "name", "folder", "tokenizer", "extends", "data", "dataset", "train", "test")
 """Keys under which a string without a slash may name a folder."""
 
 

@@ -63,7 +63,7 @@ def evaluate_graft(  # noqa: PLR0913  # keyword arguments of a public function
     from graftlm.grafted.model import GraftedModel
 
     evaluation = evaluation or EvaluationConfig(decode_prompts=0)
-    if not texts and not tasks and not evaluation.tasks:
+    if not (texts or tasks or evaluation.tasks or evaluation.harness or evaluation.preset):
         raise DataError(
             "There is nothing to measure: name a text (--text new=FILE), examples (--examples sums=FILE) "
             "or a task (--tasks NAME)."
@@ -87,6 +87,8 @@ def evaluate_graft(  # noqa: PLR0913  # keyword arguments of a public function
         details["scored_text"] = {bare.row.id: bare.details["scored_text"]}
     if evaluator.tasks:
         details["tasks"] = {measurement.row.id: measurement.details.get("tasks", {}) for measurement in (bare, grafted)}
+    if evaluator.benchmarks:
+        details["harness"] = {measurement.row.id: measurement.details["harness"] for measurement in (bare, grafted)}
     rows = [bare.row, grafted.row]
     frozen_models: list[FrozenModel] = grafted.details.get("frozen_models", [])
     rows += [Row.model_validate(frozen["row"]) for frozen in frozen_models if "row" in frozen]
@@ -107,7 +109,13 @@ def _add_lm_eval(
 
     if not tasks:
         return
-    scores = run_lm_eval(model, evaluator.tokenizer, tasks, limit=limit)
+    scores = run_lm_eval(
+        model,
+        evaluator.tokenizer,
+        tasks,
+        limit=limit,
+        confirm_unsafe_code=evaluator.evaluation.confirm_unsafe_code,
+    )
     for task, metrics in scores.items():
         named = {f"{task}_{name}": value for name, value in metrics.items()}
         measurement.add_metrics(named)

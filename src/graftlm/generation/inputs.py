@@ -12,6 +12,7 @@ from graftlm.errors import DataError
 if TYPE_CHECKING:
     from graftlm.data import Document
     from graftlm.evaluation import TaskConfig
+    from graftlm.evaluation.benchmarks import HarnessTaskConfig
 
 _MESSAGES = "messages"
 
@@ -62,6 +63,29 @@ def read_tasks(named: Sequence[str], **settings: object) -> dict[str, TaskConfig
         )
     files = files_by_name(named, "files of examples", "--examples")
     return {name: TaskConfig.parse(values | {"path": path}, where=f"--examples {name}") for name, path in files.items()}
+
+
+def read_harness(named: Sequence[str]) -> list[HarnessTaskConfig]:
+    """Return the configs of tasks of lm-evaluation-harness.
+
+    Args:
+        named: `TASK`, or `TASK,KEY=VALUE` with keys of `HarnessTaskConfig`.
+
+    Raises:
+        RecipeError: a key is unknown, or its value is invalid.
+    """
+    from graftlm.evaluation.benchmarks import HarnessTaskConfig
+    from graftlm.yaml_text import load_yaml
+
+    configs = []
+    for text in named:
+        task, *pairs = text.split(",")
+        values: dict[str, object] = {"task": task}
+        for pair in pairs:
+            key, _, value = pair.partition("=")
+            values[key] = value if key in ("data", "name") else load_yaml(value)
+        configs.append(HarnessTaskConfig.parse(values, where=f"--harness {text}"))
+    return configs
 
 
 def new_sources(paths: Sequence[Path], *, text_column: str = "text") -> list[dict[str, str]]:

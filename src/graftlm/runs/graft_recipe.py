@@ -39,7 +39,7 @@ class TextRecipe(Config):
 
     def backbone_runs(self) -> list[Run]:
         """Return the run that measures the bare backbone, in a list that is empty without test texts and tasks."""
-        if not (self.data.test or self.evaluation.tasks):
+        if not (self.data.test or self.evaluation.tasks or self.evaluation.benchmarks()):
             return []
         run = GraftRun(
             id=BACKBONE_ROW,

@@ -5,7 +5,7 @@ Where it needs text that the backbone samples, a `SamplingRun` comes first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,9 +38,10 @@ from graftlm.evaluation.taught_answers import TaughtAnswer, evenly_spaced
 from graftlm.files.digests import file_digest
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import ChangesAtEnd, FitsOnText, Graft, GraftConfig, ReadsModels, ReplacesModel, graft_config
+from graftlm.runs.benchmark_run import BARE_RESULTS, BenchmarkRun
 from graftlm.runs.matching import MatchedSize
 from graftlm.runs.rewriting_run import RewritingRun
-from graftlm.runs.run import RunContext, Trainee, TrainingRun, steps_text
+from graftlm.runs.run import Run, RunContext, Trainee, TrainingRun, steps_text
 from graftlm.runs.sampling_run import SAMPLES, SamplingRun
 from graftlm.runs.shared import load_shared, load_shared_evaluator, release_shared, shared_batches
 from graftlm.store.artifact import load_graft, save_graft
@@ -107,6 +108,7 @@ class GraftRun(TrainingRun):
         for key in ("ask", "strength"):
             if getattr(self.evaluation, key) is None:
                 del settings["evaluation"][key]
+        self._settle_benchmarks(settings["evaluation"])
         if self.graft is None:
             data = settings["data"]
             settings["data"] = {"test": data["test"], "length": data["length"]}
@@ -114,6 +116,16 @@ class GraftRun(TrainingRun):
                 settings["data"]["sets"] = [list(self.data.sets.new), list(self.data.sets.old)]
             del settings["training"]
         return settings
+
+    def _settle_benchmarks(self, evaluation: MutableMapping[str, object]) -> None:
+        """Replace the preset and the folder of its data by its tasks, in the settings of the evaluation."""
+        harness = [task.model_dump(mode="json") for task in self.evaluation.benchmarks()]
+        for key in ("harness", "eval_data", "confirm_unsafe_code"):
+            del evaluation[key]
+        if self.evaluation.preset is None:
+            del evaluation["preset"]
+        if harness:
+            evaluation["harness"] = harness
 
     def model_post_init(self, _context: object) -> None:
         if self.graft is not None and self.training.has_steps and not self.data.stream:
@@ -144,10 +156,23 @@ class GraftRun(TrainingRun):
         if self.evaluation.ask is not None:
             check_questions(self.evaluation.ask, backbone.need_tokenizer())
 
-    def needs(self) -> Sequence[SamplingRun | RewritingRun]:
+    def needs(self) -> Sequence[Run]:
         if self.graft is None:
+            return self._benchmark_runs()
+        return [*self._rewriting(), *self._old_samples(), *self._test_samples(), *self._benchmark_runs()]
+
+    def _benchmark_runs(self) -> list[BenchmarkRun]:
+        """Return the run that measures the bare backbone on the benchmarks."""
+        benchmarks = self.evaluation.benchmarks()
+        if not benchmarks:
             return []
-        return [*self._rewriting(), *self._old_samples(), *self._test_samples()]
+        run = BenchmarkRun.of(
+            self.backbone,
+            benchmarks,
+            batch_size=self.evaluation.batch_size,
+            confirm_unsafe_code=self.evaluation.confirm_unsafe_code,
+        )
+        return [run]
 
     def _rewriting(self) -> list[RewritingRun]:
         """Return the run that rewrites the answers of the new conversations, in a list that may be empty."""
@@ -180,15 +205,21 @@ class GraftRun(TrainingRun):
         """Return the evaluator of the run's backbone, which the runs of one process share.
 
         Args:
-            dependencies: folders of the runs of `needs` by id; without them, `own_kl` is not measured.
+            dependencies: folders of the runs of `needs` by id; without them, `own_kl` is not measured, and the bare
+                backbone is measured on the benchmarks here.
 
         Raises:
             GraftError: the backbone, the test texts, the tasks or the sampled texts can't be read.
         """
+        known = dependencies or {}
         own_text = None
-        test_samples = self._test_samples()
-        if dependencies and test_samples:
-            own_text = dependencies[test_samples[0].id] / SAMPLES
+        for run in self._test_samples():
+            if run.id in known:
+                own_text = known[run.id] / SAMPLES
+        bare_results = None
+        for run in self._benchmark_runs():
+            if run.id in known:
+                bare_results = known[run.id] / BARE_RESULTS
         return load_shared_evaluator(
             self.backbone,
             self.data.model_dump_json(include={"test"}),
@@ -196,12 +227,13 @@ class GraftRun(TrainingRun):
             self._scored_length,
             own_text,
             self.data.sets,
+            bare_results,
         )
 
     def measure(self, context: RunContext) -> Measurement:
         if self.graft is not None:
             return super().measure(context)
-        evaluator = self.evaluator()
+        evaluator = self.evaluator(context.dependencies)
         evaluator.progress = context.progress
         parameters = count_parameters(evaluator.backbone.model.parameters())
         context.log(f"Backbone {evaluator.backbone.name}: {parameters:,} parameters, frozen.")
@@ -235,6 +267,7 @@ class GraftRun(TrainingRun):
         # These are measured once, while no graft is attached.
         _ = evaluator.backbone_scores
         _ = evaluator.backbone_outcomes
+        _ = evaluator.backbone_benchmarks
         _ = evaluator.backbone_answers
         _ = evaluator.validator
         for note in self._notes_on_conversations(backbone):
@@ -398,7 +431,7 @@ class GraftRun(TrainingRun):
         if chosen is not None:
             measurement.add_metrics({"strength": chosen[0]})
             measurement.details["validated_strengths"] = chosen[1]
-        if self.evaluation.ask is not None:
+        if evaluation.evaluator.asked is not None:
             self._compare_answers(evaluation.evaluator, trainee.model, measurement)
         return measurement
 

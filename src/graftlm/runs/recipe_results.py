@@ -49,7 +49,8 @@ def make_results(
         # Of a frontier, the rows at a method's own rate.
         own = list(recipe.compared())
         windows = {row_id: found for row_id, found in _windows_by_row(measurements).items() if row_id in own}
-        differences = list(differences_between(windows))
+        items = {row_id: found for row_id, found in _items_by_row(measurements).items() if row_id in own}
+        differences = list(differences_between(windows, items))
         if differences:
             details["method_differences"] = differences
     for measurement in measurements:
@@ -75,6 +76,15 @@ def _windows_by_row(measurements: Sequence[Measurement]) -> dict[str, WindowChan
         if measurement.details.get("windows"):
             windows[measurement.row.id] = measurement.details["windows"]
     return windows
+
+
+def _items_by_row(measurements: Sequence[Measurement]) -> dict[str, dict[str, list[float]]]:
+    """Return the values of the items of each benchmark by row id."""
+    items = {}
+    for measurement in measurements:
+        results = measurement.details.get("harness", {})
+        items[measurement.row.id] = {label: result["values"] for label, result in results.items()}
+    return items
 
 
 def _details_by_kind(measurements: Sequence[Measurement]) -> dict[str, Any]:

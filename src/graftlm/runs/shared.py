@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
@@ -13,6 +13,8 @@ from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig, Mixture
 from graftlm.data.own_text import read_own_text
 from graftlm.data.text_sets import TextSets
+from graftlm.evaluation.benchmarks import Benchmark, HarnessTaskConfig, load_benchmarks
+from graftlm.evaluation.benchmarks.result import read_results
 from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig, load_tests
 
 BatchesKey: TypeAlias = tuple[BackboneConfig, str, int]
@@ -33,6 +35,22 @@ def load_shared(backbone: BackboneConfig) -> Backbone:
 
 
 @lru_cache(maxsize=2)
+def load_shared_benchmarks(
+    configs: tuple[HarnessTaskConfig, ...], confirm_unsafe_code: bool = False
+) -> Sequence[Benchmark]:
+    """Return loaded benchmarks, which the runs of one process share; those of the last two calls are kept.
+
+    Args:
+        configs: what to load.
+        confirm_unsafe_code: whether tasks that execute generated code are loaded.
+
+    Raises:
+        GraftError: see `load_benchmarks`.
+    """
+    return load_benchmarks(configs, confirm_unsafe_code=confirm_unsafe_code)
+
+
+@lru_cache(maxsize=2)
 def load_shared_evaluator(
     backbone: BackboneConfig,
     tests: str,
@@ -40,6 +58,7 @@ def load_shared_evaluator(
     length: int,
     own_text: Path | None,
     sets: TextSets,
+    bare_results: Path | None = None,
 ) -> BackboneEvaluator:
     """Return the evaluator of a backbone, which the runs of one process share; the last two are kept.
 
@@ -50,6 +69,7 @@ def load_shared_evaluator(
         length: tokens per window.
         own_text: file of the texts that the backbone sampled; None measures no divergence on them.
         sets: the named sets of new and old text.
+        bare_results: file of the backbone's results on the benchmarks; None measures the backbone on them.
 
     Raises:
         GraftError: the backbone, the test texts, the tasks or the sampled texts can't be read.
@@ -57,7 +77,18 @@ def load_shared_evaluator(
     sources = DataConfig.model_validate_json(tests).test
     settings = EvaluationConfig.model_validate_json(evaluation)
     samples = [] if own_text is None else read_own_text(own_text)
-    return BackboneEvaluator(load_shared(backbone), load_tests(sources), settings, length, samples, sets=sets)
+    benchmarks = load_shared_benchmarks(tuple(settings.benchmarks()), settings.confirm_unsafe_code)
+    bare = None if bare_results is None else read_results(bare_results)
+    return BackboneEvaluator(
+        load_shared(backbone),
+        load_tests(sources),
+        settings,
+        length,
+        samples,
+        sets=sets,
+        benchmarks=benchmarks,
+        bare_benchmarks=bare,
+    )
 
 
 def shared_batches(key: BatchesKey, build: Callable[[], Mixture]) -> Mixture:
@@ -82,4 +113,5 @@ def release_shared() -> None:
     """Free everything that the runs of this process share."""
     load_shared.cache_clear()
     load_shared_evaluator.cache_clear()
+    load_shared_benchmarks.cache_clear()
     _BATCHES.clear()

@@ -24,6 +24,7 @@ from graftlm.evaluation.audit.differences import template_difference, tokenizer_
 from graftlm.evaluation.audit.loading import Auditable, AuditedModel, Change, load_pair
 from graftlm.evaluation.audit.passages import Passage, widest_passages
 from graftlm.evaluation.audit.result import Audit, Conversation
+from graftlm.evaluation.benchmarks import Benchmark, load_benchmarks, measure_benchmarks
 from graftlm.evaluation.chat_answers import ChatQuestion
 from graftlm.evaluation.divergence import own_text_counts
 from graftlm.evaluation.harness import run_lm_eval
@@ -83,6 +84,7 @@ def audit(
     documents = {name: _documents(name, text) for name, text in (texts or {}).items()}
     _check_names(documents, config)
     tasks = {name: read_task(task) for name, task in config.examples.items()}
+    benchmarks = load_benchmarks(config.benchmarks(), confirm_unsafe_code=config.confirm_unsafe_code)
     pair = load_pair(
         base,
         tuned,
@@ -93,7 +95,7 @@ def audit(
         trust_remote_code=config.trust_remote_code,
     )
     with pair as (first, second):
-        auditor = _Auditor(config, first, second, documents, tasks, progress)
+        auditor = _Auditor(config, first, second, documents, tasks, benchmarks, progress)
         return auditor.run(base, out)
 
 
@@ -127,7 +129,8 @@ def _check_names(documents: Mapping[str, Sequence[str | Document]], config: Audi
             f"The name {min(taken)!r} of a text would give its metrics the names of other metrics: give it another "
             "name."
         )
-    if not (config.tokens or config.prompts or documents or config.tasks or config.examples):
+    tasks = config.tasks or config.examples or config.harness or config.preset
+    if not (config.tokens or config.prompts or documents or tasks):
         raise DataError("There is nothing to compare: raise tokens, or name a text, prompts, a task or examples.")
 
 
@@ -146,6 +149,7 @@ def _budget_metrics(names: Mapping[str, object], config: AuditConfig) -> list[st
         metrics.append(_MEAN_LOST)
     for name, task in config.examples.items():
         metrics.append(f"{name}_{task.metric}_lost")
+    metrics += [f"{task.label}_lost" for task in config.benchmarks()]
     return metrics
 
 
@@ -158,6 +162,7 @@ class _Auditor:
         tuned: the model after.
         documents: further texts by name.
         tasks: tasks of prompts and answers by name.
+        benchmarks: tasks of the harness that are compared item by item.
         progress: show progress bars.
     """
 
@@ -168,6 +173,7 @@ class _Auditor:
         tuned: AuditedModel,
         documents: Mapping[str, Sequence[str | Document]],
         tasks: Mapping[str, Task],
+        benchmarks: Sequence[Benchmark],
         progress: bool,
     ) -> None:
         self.config = config
@@ -175,6 +181,7 @@ class _Auditor:
         self.tuned = tuned
         self.documents = documents
         self.tasks = tasks
+        self.benchmarks = benchmarks
         self.progress = progress
         self.base_metrics: dict[str, Metric] = {}
         self.tuned_metrics: dict[str, Metric] = {}
@@ -202,6 +209,7 @@ class _Auditor:
             self._note_tokenizers(difference)
             self._score_texts()
         self._compare_examples()
+        self._compare_benchmarks()
         self._compare_tasks()
         passages = widest_passages(self.compared, self.base.tokenizer)
         return Audit(
@@ -218,7 +226,7 @@ class _Auditor:
         return (self.base, self.base_metrics), (self.tuned, self.tuned_metrics)
 
     def _note_tokenizers(self, difference: str) -> None:
-        if not (self.documents or self.tasks or self.config.tasks):
+        if not (self.documents or self.tasks or self.benchmarks or self.config.tasks):
             raise DataError(
                 f"BASE and TUNED have different tokenizers ({difference}), so their predictions of one token can't be "
                 "compared: name a text (--text NAME=PATH), which gives bits per byte, or a task (--tasks NAME)."
@@ -407,14 +415,42 @@ class _Auditor:
                 results.append(result)
             base_result, tuned_result = results
             for gain_name, gain in tuned_result.gain(name, base_result).items():
-                lost = Interval(mean=0 - gain.mean, low=0 - gain.high, high=0 - gain.low)
-                self.tuned_metrics[gain_name.removesuffix("gain") + "lost"] = lost
+                self.tuned_metrics[gain_name.removesuffix("gain") + "lost"] = _opposite(gain)
+
+    def _compare_benchmarks(self) -> None:
+        results = []
+        for model, metrics in self._sides():
+            measured = measure_benchmarks(
+                model.predictor,
+                model.tokenizer,
+                self.benchmarks,
+                batch_size=2 * self.config.batch_size,
+                progress=self.progress,
+            )
+            for label, result in measured.items():
+                metrics.update(result.metrics(label))
+            results.append(measured)
+        base_results, tuned_results = results
+        for label, result in tuned_results.items():
+            change = result.change(label, base_results[label])[f"{label}_change"]
+            self.tuned_metrics[f"{label}_lost"] = _opposite(change)
+        if tuned_results:
+            sides = zip(("base", "tuned"), results, strict=True)
+            self.details["harness"] = {
+                side: {label: result.to_json() for label, result in measured.items()} for side, measured in sides
+            }
 
     def _compare_tasks(self) -> None:
         if not self.config.tasks:
             return
         for model, metrics in self._sides():
-            measured = run_lm_eval(model.predictor, model.tokenizer, self.config.tasks, limit=self.config.limit)
+            measured = run_lm_eval(
+                model.predictor,
+                model.tokenizer,
+                self.config.tasks,
+                limit=self.config.limit,
+                confirm_unsafe_code=self.config.confirm_unsafe_code,
+            )
             for task, values in measured.items():
                 for name, value in values.items():
                     metrics[f"{task}_{name}"] = value
@@ -449,3 +485,8 @@ class _Auditor:
             aim = Aim(text=f"budget of {name}", metric=name, aim=budget, measured=measured, met=measured <= budget)
             aims.append(aim)
         return aims
+
+
+def _opposite(interval: Interval) -> Interval:
+    """Return a loss as a gain, or the reverse; 0 - x is never -0."""
+    return Interval(mean=0 - interval.mean, low=0 - interval.high, high=0 - interval.low)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
 from graftlm.config import Config
 from graftlm.data import SourceConfig
+from graftlm.evaluation.benchmarks import HarnessTaskConfig, PresetName
+from graftlm.evaluation.benchmarks.config import duplicate_problem
+from graftlm.evaluation.benchmarks.presets import with_preset
 from graftlm.evaluation.tasks import TaskConfig
 
 _OWN_SEED = 2**31 - 2  # Neither the seed of training nor that of own_kl in a run.
@@ -28,6 +32,10 @@ class AuditConfig(Config):
     examples: dict[str, TaskConfig] = Field({}, description="Files of prompts and answers by name.")
     tasks: list[str] = Field([], description="Tasks of lm-evaluation-harness.")
     limit: int | None = Field(None, ge=1, description="Most questions of such a task.")
+    harness: list[HarnessTaskConfig] = Field([], description="Tasks of lm-evaluation-harness, compared item by item.")
+    preset: PresetName | None = Field(None, description="retention: items of IFEval, BIG-Bench Hard and NQ-open.")
+    eval_data: str | None = Field(None, description="Folder of the preset's data; by default $GRAFTLM_EVAL_DATA.")
+    confirm_unsafe_code: bool = Field(False, description="Run tasks that execute code which the model writes.")
     limit_tokens: int | None = Field(50_000, ge=1, description="Most tokens scored of each of the user's texts.")
     batch_size: int = Field(8, ge=1, description="Rows per forward pass.")
     budget: dict[str, float] = Field({}, description="Most that the tuned model may have of a metric.")
@@ -36,3 +44,17 @@ class AuditConfig(Config):
     device: str | None = Field(None, description="Torch device; by default the fastest available.")
     dtype: str = Field("auto", description="Precision of models that are loaded; by default their own.")
     trust_remote_code: bool = Field(False, description="Run model code that comes with a model.")
+
+    def benchmarks(self) -> list[HarnessTaskConfig]:
+        """Return the tasks that are compared item by item, with those of the preset.
+
+        Raises:
+            DataError: the folder of the preset's data lacks the data of a task.
+            EvaluationError: the preset has a task of the same name as another one.
+        """
+        return with_preset(self.harness, self.preset, self.eval_data)
+
+    def _problems(self) -> Iterator[str]:
+        problem = duplicate_problem(self.harness)
+        if problem is not None:
+            yield problem
