@@ -107,7 +107,7 @@ def _add_lm_eval(
 
     if not tasks:
         return
-    scores = run_lm_eval(model, evaluator.tokenizer, tasks, limit=limit)
+    scores = run_lm_eval(model, evaluator.tokenizer_of(model), tasks, limit=limit)
     for task, metrics in scores.items():
         named = {f"{task}_{name}": value for name, value in metrics.items()}
         measurement.add_metrics(named)

@@ -178,6 +178,21 @@ def build_graft(config: GraftConfig, backbone: Backbone) -> Graft:
             f"The graft's config is of type {type(config).__name__}, but a GraftConfig is expected: pass "
             "graft_config({'kind': ...})."
         )
-    graft = config.graft_class(config, need_backbone(backbone))
+    graft = new_graft(config, need_backbone(backbone))
     graft._fingerprint = backbone.fingerprint
+    return graft
+
+
+def new_graft(config: GraftConfig, backbone: Backbone) -> Graft:
+    """Build an untrained graft as `build_graft` does, without reading the backbone's weights for a fingerprint.
+
+    Args:
+        config: the graft's config.
+        backbone: the backbone to build it for. If it has added tokens, the graft has their rows.
+
+    Raises:
+        GraftError: the constructor of the graft raised one, or the graft does not accept added tokens.
+    """
+    graft = config.graft_class(config, backbone)
+    graft.add_token_rows(backbone)
     return graft

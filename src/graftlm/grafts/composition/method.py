@@ -45,6 +45,7 @@ class Composition(Graft, ReadsModels):
     """
 
     Config: ClassVar[type[GraftConfig]] = CompositionConfig
+    accepts_added_tokens: ClassVar[bool] = False
     has_decode_state = True
     label = "composition"
     observed_place = "pair"

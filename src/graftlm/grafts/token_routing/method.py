@@ -79,6 +79,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, Cho
     """
 
     Config: ClassVar[type[GraftConfig]] = TokenRoutingConfig
+    accepts_added_tokens: ClassVar[bool] = False
     has_decode_state = True
     label = "token routing"
     several_adapters: ClassVar[str] = (
