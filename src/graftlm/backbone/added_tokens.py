@@ -165,7 +165,7 @@ def _with_texts(tokenizer: PreTrainedTokenizerBase, added: AddedTokens, name: st
     extended.add_tokens(tokens)
     _check_ids(extended, added, first, name)
     for text in added.texts:
-        _check_round_trip(extended, text, name)
+        _check_round_trip(tokenizer, extended, text, name)
     return ExtendedVocabulary(added, extended, first, tuple(spellings))
 
 
@@ -179,8 +179,10 @@ def _check_ids(extended: PreTrainedTokenizerBase, added: AddedTokens, first: int
         )
 
 
-def _check_round_trip(extended: PreTrainedTokenizerBase, text: str, name: str) -> None:
-    """Raise `BackboneError` if a token is not found in a text, or decodes to another text."""
+def _check_round_trip(
+    tokenizer: PreTrainedTokenizerBase, extended: PreTrainedTokenizerBase, text: str, name: str
+) -> None:
+    """Raise `BackboneError` if a token is not found in a text, or changes what the text is decoded to."""
     around = f"a{text} b"
     ids = _encode(extended, around)
     if extended.convert_tokens_to_ids(text) not in ids:
@@ -188,12 +190,17 @@ def _check_round_trip(extended: PreTrainedTokenizerBase, text: str, name: str) -
             f"The token {shorten(text)!r} is not found in a text that contains it, because another token to add or the "
             f"tokenizer of {name} changes it: remove one of them from add_tokens."
         )
-    decoded = str(extended.decode(ids, clean_up_tokenization_spaces=False))
-    if text.strip() not in decoded:
+    decoded = _decode(extended, ids)
+    if decoded not in (around, _decode(tokenizer, _encode(tokenizer, around))):
         raise BackboneError(
-            f"The token {shorten(text)!r} would be decoded as {shorten(decoded)!r} by the tokenizer of {name}: begin "
-            "the token with a space, or learn tokens from the new text (add_tokens: {learn: 2000})."
+            f"With the token {shorten(text)!r}, the tokenizer of {name} decodes {shorten(around)!r} as "
+            f"{shorten(decoded)!r}: begin the token with a space, or learn tokens from the new text (add_tokens: "
+            "{learn: 2000})."
         )
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
 
 # Merges

@@ -62,7 +62,7 @@ def _words(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], special: se
     backend: Any = tokenizer
     words: Counter[tuple[str, ...]] = Counter()
     for batch in _batches(texts):
-        for encoding in backend.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+        for encoding in backend.backend_tokenizer.encode_batch(batch, add_special_tokens=False):
             words.update(_words_of(encoding.tokens, encoding.word_ids, special))
     return words
 

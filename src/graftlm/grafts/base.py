@@ -35,7 +35,7 @@ from graftlm.grafts.heads import TaskSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ROWS_NAME = "token_rows"
+ROWS_NAME = "added_tokens"
 """Name of the submodule of a graft that has the rows of added tokens."""
 
 
