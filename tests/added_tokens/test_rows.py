@@ -12,13 +12,18 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from backbone.gguf_files import write_gguf
 from graftlm.backbone import Backbone, load_backbone
+from graftlm.data.learned_tokens import learn_tokens
 from graftlm.errors import ArtifactError, BackboneError, GraftError, TapConflictError, WrongBackboneError
+from graftlm.evaluation.audit.loading import load_pair
 from graftlm.export import export_graft, export_many, export_peft
 from graftlm.generation.generate import Decoding, generate_text, load_model
 from graftlm.grafted import chunked_losses
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft, build_graft, graft_config
+from graftlm.serving.registry import ModelRegistry
+from graftlm.serving.store import GraftStore
 from graftlm.store.artifact import backbone_of, load_graft, save_graft
 from graftlm.testing import attach_graft, logits, randomise
 from tiny import TOKENS, save_tiny_backbone, tiny_ids, tiny_model, tiny_tokenizer
@@ -232,6 +237,48 @@ def test_a_graft_that_looks_up_ids_is_refused(config: dict[str, Any]) -> None:
     with pytest.raises(GraftError) as error:
         build_graft(graft_config(config), tiny().with_tokens(NEW))
     assert config["kind"] in str(error.value)
+
+
+def test_a_server_takes_only_the_exported_model(tmp_path: Path) -> None:
+    plain = tiny()
+    backbone = plain.with_tokens(NEW)
+    graft = build_graft(graft_config(dict(NOTHING)), backbone)
+    save_graft(graft, backbone, tmp_path / "graft")
+    with pytest.raises(ArtifactError) as error:
+        GraftStore({"tiny": plain}, {"new": tmp_path / "graft"}).open()
+    assert NEW[0] in str(error.value)
+    registry = ModelRegistry(plain, {}, "tiny")
+    with pytest.raises(GraftError) as error:
+        registry.replace("new", graft)
+    assert "new" in str(error.value)
+
+
+def test_an_audit_reads_each_model_with_its_own_tokenizer(tmp_path: Path) -> None:
+    folder = save_tiny_backbone(tmp_path / "backbone", "llama")
+    backbone = load_backbone(folder).with_tokens(NEW)
+    graft, _ = trained(backbone, KINDS["lora"])
+    save_graft(graft, backbone, tmp_path / "graft")
+    with load_pair(str(folder), str(tmp_path / "graft"), device="cpu") as (base, tuned):
+        assert len(base.tokenizer) == TOKENS
+        assert len(tuned.tokenizer) == TOKENS + COUNT
+
+
+def test_a_gguf_backbone_learns_tokens_and_is_exported(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    tokenizer = tiny_tokenizer()
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"), tokenizer)
+    backbone = load_backbone(file)
+    backbone = backbone.with_tokens(learn_tokens(backbone.need_tokenizer(), ["fyrtårnet er rødt. " * 9], 8))
+    graft, _ = trained(backbone, {"kind": "adapter"})
+    with GraftedModel(backbone, {"graft": graft}) as model:
+        ids = torch.tensor([backbone.need_tokenizer()("et fyrtårn er rødt", add_special_tokens=False)["input_ids"]])
+        assert ids.max() >= TOKENS
+        expected = logits(model.eval(), ids)
+    folder = export_graft(graft, backbone, tmp_path / "model")
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    torch.testing.assert_close(logits(plain, ids), expected, rtol=1e-3, atol=1e-3)
+    saved = AutoTokenizer.from_pretrained(folder)
+    assert saved("et fyrtårn er rødt", add_special_tokens=False)["input_ids"] == ids[0].tolist()
 
 
 def test_forms_without_rows_are_refused(tmp_path: Path) -> None:

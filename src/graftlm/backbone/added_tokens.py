@@ -15,12 +15,13 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 
 from graftlm.errors import BackboneError, shorten
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 MOST_TOKENS = 100_000
 """The largest number of tokens that can be added."""
@@ -161,7 +162,7 @@ def _with_texts(tokenizer: PreTrainedTokenizerBase, added: AddedTokens, name: st
         spellings.append(tuple(spelling))
     first = _first_new_id(tokenizer)
     extended = copy.deepcopy(tokenizer)
-    tokens: list[Any] = [AddedToken(text, normalized=False, special=False) for text in added.texts]
+    tokens: list[str | AddedToken] = [AddedToken(text, normalized=False, special=False) for text in added.texts]
     extended.add_tokens(tokens)
     _check_ids(extended, added, first, name)
     for text in added.texts:
@@ -211,7 +212,7 @@ def _with_merges(tokenizer: PreTrainedTokenizerBase, added: AddedTokens, name: s
 
     values = bpe_values(tokenizer, name)
     model = values["model"]
-    vocabulary: dict[str, int] = model["vocab"]
+    vocabulary = model["vocab"]
     # tokenizers counts the ids of added tokens from the size of the vocabulary, which grows here.
     for token in values["added_tokens"]:
         vocabulary.setdefault(token["content"], token["id"])
@@ -236,8 +237,7 @@ def _with_merges(tokenizer: PreTrainedTokenizerBase, added: AddedTokens, name: s
     as_pairs = not model["merges"] or not isinstance(model["merges"][0], str)
     model["merges"] += [list(pair) if as_pairs else " ".join(pair) for pair in added.merges]
     extended = copy.deepcopy(tokenizer)
-    backend: Any = extended
-    backend._tokenizer = Tokenizer.from_str(json.dumps(values))
+    vars(extended)["_tokenizer"] = Tokenizer.from_str(json.dumps(values))
     _check_ids(extended, added, first, name)
     unmade = [text for text in added.texts if text not in spellings]
     if unmade:
@@ -245,7 +245,31 @@ def _with_merges(tokenizer: PreTrainedTokenizerBase, added: AddedTokens, name: s
     return ExtendedVocabulary(added, extended, first, tuple(spellings[text] for text in added.texts))
 
 
-def bpe_values(tokenizer: PreTrainedTokenizerBase, name: str) -> dict[str, Any]:
+class BpeModel(TypedDict):
+    """The part `model` of `tokenizer.json`, as far as it is read here."""
+
+    type: NotRequired[str]
+    vocab: dict[str, int]
+    merges: list[list[str] | str]
+    continuing_subword_prefix: NotRequired[str | None]
+    end_of_word_suffix: NotRequired[str | None]
+
+
+class NamedToken(TypedDict):
+    """An added token in `tokenizer.json`, as far as it is read here."""
+
+    id: int
+    content: str
+
+
+class TokenizerFile(TypedDict):
+    """The content of `tokenizer.json`, as far as it is read here."""
+
+    added_tokens: list[NamedToken]
+    model: BpeModel
+
+
+def bpe_values(tokenizer: PreTrainedTokenizerBase, name: str) -> TokenizerFile:
     """Return the content of `tokenizer.json` of a tokenizer whose model is a byte pair encoding.
 
     Args:
@@ -256,8 +280,8 @@ def bpe_values(tokenizer: PreTrainedTokenizerBase, name: str) -> dict[str, Any]:
         BackboneError: the tokenizer has another model, or none of the library tokenizers.
     """
     _check_fast(tokenizer, name)
-    backend: Any = tokenizer
-    values: dict[str, Any] = json.loads(backend.backend_tokenizer.to_str())
+    backend = cast("PreTrainedTokenizerFast", tokenizer).backend_tokenizer
+    values: TokenizerFile = json.loads(backend.to_str())
     model = values["model"]
     kind = model.get("type", "BPE")
     is_marked = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")

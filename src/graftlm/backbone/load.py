@@ -380,7 +380,7 @@ class BackboneConfig(Config):
                 yield str(error).rstrip(".")
 
     @model_serializer(mode="wrap")
-    def _keep_tags(self, serialize: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
         """Leave out `add_tokens` without any, so that earlier runs keep their keys."""
         values = serialize(self)
         if values.get("add_tokens") is None:

@@ -11,13 +11,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from graftlm.backbone.added_tokens import AddedTokens, bpe_values
 from graftlm.errors import DataError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _Pair = tuple[str, str]
 
@@ -59,10 +59,10 @@ def learn_tokens(
 
 def _words(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], special: set[str]) -> Counter[tuple[str, ...]]:
     """Count the words of texts, each as its tokens, without words of a single token."""
-    backend: Any = tokenizer
+    backend = cast("PreTrainedTokenizerFast", tokenizer).backend_tokenizer
     words: Counter[tuple[str, ...]] = Counter()
     for batch in _batches(texts):
-        for encoding in backend.backend_tokenizer.encode_batch(batch, add_special_tokens=False):
+        for encoding in backend.encode_batch(batch, add_special_tokens=False):
             words.update(_words_of(encoding.tokens, encoding.word_ids, special))
     return words
 

@@ -154,8 +154,8 @@ class Manifest(Config):
             )
         raise WrongBackboneError(
             f"The graft {folder} was trained with {len(own.texts):,} added tokens, such as {shorten(own.texts[0])!r}, "
-            f"but here the backbone {backbone.name} has others or none: use graft generate, chat, eval or export, or "
-            "load the backbone in Python with backbone_of(FOLDER)."
+            f"but here the backbone {backbone.name} has others or none: use graft generate, chat, eval or export (a "
+            "server takes the exported model), or load the backbone in Python with backbone_of(FOLDER)."
         )
 
     @property
