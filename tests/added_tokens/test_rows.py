@@ -163,6 +163,14 @@ def test_a_graft_is_saved_and_exported_with_its_rows(kind: str, ties: bool, tmp_
     assert tokenizer(NEW[0], add_special_tokens=False)["input_ids"] == [TOKENS]
 
 
+def test_the_bias_of_an_output_layer_is_exported(tmp_path: Path) -> None:
+    backbone = tiny("phi").with_tokens(NEW)
+    graft, expected = trained(backbone, KINDS["lora"])
+    export_graft(graft, backbone, tmp_path / "model")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(logits(plain, IDS), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_a_folder_gives_the_extended_tokenizer(tmp_path: Path) -> None:
     folder = save_tiny_backbone(tmp_path / "backbone", "llama")
     backbone = load_backbone(folder).with_tokens(NEW)

@@ -54,6 +54,7 @@ def test_learned_tokens_shorten_the_new_text_and_leave_old_text(kind: str) -> No
     assert 15 < vocabulary.count <= 40, "single bytes of unknown letters are never joined"
     old_ids, new_ids = ids_of(tokenizer, NEW), ids_of(vocabulary.tokenizer, NEW)
     assert len(new_ids) < 0.8 * len(old_ids)
+    assert not any("▁" in text[1:] or "Ġ" in text[1:] for text in vocabulary.added.texts if kind != "bytes")
     assert vocabulary.spell(new_ids) == old_ids
     assert decoded(vocabulary.tokenizer, new_ids) == decoded(tokenizer, old_ids)
     for text in TEXTS:

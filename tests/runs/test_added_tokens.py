@@ -132,3 +132,13 @@ def test_a_token_that_exists_stops_the_run_before_training(token: str, tmp_path:
 def test_a_recipe_without_tokens_keeps_its_keys(tmp_path: Path, tiny_backbone) -> None:
     run = Recipe.parse(values(tmp_path, tiny_backbone("llama"))).run()
     assert "add_tokens" not in run.settings()["backbone"]
+
+
+def test_the_row_of_the_backbone_depends_on_the_text_that_tokens_are_learned_from(tmp_path: Path) -> None:
+    keys = []
+    for new in ("new", "old"):
+        changed = with_tokens(tmp_path, tmp_path / "backbone", FORMS["learned"])
+        changed["data"]["new"] = [{"path": str(tmp_path / f"{new}.txt")}]
+        (run,) = Recipe.parse(changed).backbone_runs()
+        keys.append(run.settings())
+    assert keys[0] != keys[1]
