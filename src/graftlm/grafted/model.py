@@ -92,8 +92,8 @@ class GraftedModel(TrainerSupport):
         compiles_decoding: whether `generate` compiles its steps; None does so on accelerators.
 
     Raises:
-        TapConflictError: two grafts replace the same activation or can't change the model together, or the backbone
-            has other grafts or a PEFT adapter already.
+        TapConflictError: two grafts replace the same activation or can't change the model together, the backbone has
+            other grafts or a PEFT adapter already, or not exactly one graft has the rows of its added tokens.
         TapError: a graft has a tap that the backbone does not support.
         GraftError: the grafts are not a dict of grafts, a name can't be that of a submodule, or the objective is
             unknown.

@@ -169,8 +169,8 @@ def build_graft(config: GraftConfig, backbone: Backbone) -> Graft:
         backbone: the backbone to build it for, which does not change.
 
     Raises:
-        GraftError: `config` is not a `GraftConfig`, or the constructor of the graft raised one, for example since the
-            config does not fit the backbone.
+        GraftError: `config` is not a `GraftConfig`, the constructor of the graft raised one, for example since the
+            config does not fit the backbone, or the backbone has added tokens that the graft does not accept.
         BackboneError: `backbone` is not a `Backbone`.
     """
     if not isinstance(config, GraftConfig):
