@@ -28,8 +28,9 @@ from graftlm.evaluation.measurement import Measurement
 from graftlm.files.writing import fill_once
 from graftlm.pipelines.summarize import LanguageModelWriter, SummaryDecoding
 from graftlm.pipelines.summarize.writer import drop_partial_sentence
-from graftlm.runs.graft_run import GraftRun, load_shared
+from graftlm.runs.graft_run import GraftRun
 from graftlm.runs.run import Run, RunContext
+from graftlm.runs.shared import load_shared
 
 NAME = "summarize-smollm2"
 MODEL = "smollm2-135m-instruct"

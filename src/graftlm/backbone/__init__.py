@@ -1,5 +1,6 @@
 """Frozen models: loading, families, taps, cache layers and fingerprints."""
 
+from graftlm.backbone.added_tokens import AddedTokens, ExtendedVocabulary
 from graftlm.backbone.answer_ends import Stops, answer_end_ids, marker_ids, read_stops, turn_end_ids
 from graftlm.backbone.backbone import Backbone, BackboneKind, default_device, need_backbone
 from graftlm.backbone.cache import StateLayer, slots
@@ -17,6 +18,7 @@ from graftlm.backbone.sites import Site, Sites
 from graftlm.backbone.taps import Tap, TapHooks
 from graftlm.backbone.text_parts import TextParts, common_length, continuation_ids, encode_parts
 from graftlm.backbone.token_count import TokenCount, may_read
+from graftlm.backbone.token_rows import TokenRows
 from graftlm.backbone.token_selection import TokenSelection
 from graftlm.backbone.tokens import (
     UNLIMITED,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 
+from graftlm.backbone.added_tokens import AddedTokens, ExtendedVocabulary, extend
 from graftlm.backbone.fingerprint import Fingerprint, checkpoint_parameters, fingerprint
 from graftlm.backbone.output_layer import OutputLayer
 from graftlm.backbone.sites import Sites
+from graftlm.backbone.token_rows import check_rows
 from graftlm.errors import BackboneError, WrongBackboneError, first_line
 
 # Importing models of transformers takes seconds, so functions import them.
@@ -37,6 +40,9 @@ class Backbone:
         name: name on the hub or path, by which the model can be loaded again.
         sites: the locations of its modules.
         kind: the model's head: `causal-lm`, `masked-lm`, or `encoder` for none.
+        extended: the tokens that `with_tokens` added to the tokenizer; None without any. The model has no rows for
+            them: those belong to the grafts that are built for this backbone.
+        plain: the backbone without added tokens, of which this one shares the model; None if this is it.
     """
 
     model: PreTrainedModel
@@ -44,6 +50,8 @@ class Backbone:
     name: str
     sites: Sites
     kind: BackboneKind = "causal-lm"
+    extended: ExtendedVocabulary | None = None
+    plain: Backbone | None = None
 
     def __repr__(self) -> str:
         model = type(self.model).__name__
@@ -81,10 +89,38 @@ class Backbone:
             kind=kind or _kind_of(live),
         )
 
+    @property
+    def without_tokens(self) -> Backbone:
+        """The backbone with the tokenizer that the model was trained with."""
+        return self.plain or self
+
+    def with_tokens(self, tokens: AddedTokens | Sequence[str]) -> Backbone:
+        """Return this backbone with a tokenizer that has further tokens. The model, which both share, does not change.
+
+        A graft that is built for the result has an embedding of each token, and a row of the output layer if the
+        backbone's are not tied. It acts only on a backbone with the same tokens.
+
+        Args:
+            tokens: the tokens, as texts or as they were learned.
+
+        Raises:
+            BackboneError: the backbone has added tokens, no tokenizer, or a model or tokenizer to which tokens can't be
+                added; or a token exists already, is changed by decoding, is empty or only whitespace, or there twice.
+        """
+        if self.extended is not None:
+            raise BackboneError(
+                f"The backbone {self.name} has {self.extended.count:,} added tokens already: add all tokens in one "
+                "call of with_tokens."
+            )
+        added = tokens if isinstance(tokens, AddedTokens) else AddedTokens(tuple(tokens))
+        extended = extend(self.need_tokenizer(), added, self.name)
+        check_rows(self.model, self.sites, extended, self.name)
+        return replace(self, tokenizer=extended.tokenizer, extended=extended, plain=self)
+
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """The model's fingerprint, computed once, since the weights never change."""
-        return fingerprint(self.model)
+        """The model's fingerprint, computed once, since the weights never change. Added tokens have no part in it."""
+        return fingerprint(self.model) if self.plain is None else self.plain.fingerprint
 
     @property
     def parameter_count(self) -> int:
@@ -100,6 +136,8 @@ class Backbone:
         Raises:
             BackboneError: another library has replaced the forward methods of the model's modules.
         """
+        if self.plain is not None:
+            return self.plain.bare_model
         clone = clone_without_hooks(self.model, self.name)
         for method in _PATCHED_METHODS:
             vars(clone).pop(method, None)

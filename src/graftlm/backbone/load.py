@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_serializer
 
+from graftlm.backbone.added_tokens import MOST_TOKENS, AddedTokens
 from graftlm.backbone.backbone import Backbone, BackboneKind, default_device, find_sites
 from graftlm.backbone.families import FAMILIES, register_family
 from graftlm.backbone.fingerprint import fingerprint
@@ -342,6 +343,13 @@ def _loading_error(name: str, files: ModelFiles, kind: BackboneKind, error: Exce
     return BackboneError(f"{problem} ({first_line(error)}): {remedy}.")
 
 
+class LearnedTokensConfig(Config):
+    """How tokens are learned from the new text."""
+
+    learn: int = Field(ge=1, le=MOST_TOKENS, description="Number of tokens.")
+    characters: int = Field(20_000_000, ge=1, description="Maximum number of characters of text to learn them from.")
+
+
 class BackboneConfig(Config):
     """A frozen model to load, and how to load it."""
 
@@ -358,9 +366,37 @@ class BackboneConfig(Config):
         description="Where a model of an unknown family keeps its modules: another model type, or the fields of a "
         "family.",
     )
+    add_tokens: list[str] | LearnedTokensConfig | None = Field(
+        None,
+        description="Tokens whose rows belong to the graft: a list of texts, or `{learn: 2000}` for as many that are "
+        "learned from data.new.",
+    )
+
+    def _problems(self) -> Iterator[str]:
+        if isinstance(self.add_tokens, list):
+            try:
+                AddedTokens(tuple(self.add_tokens)).check()
+            except BackboneError as error:
+                yield str(error).rstrip(".")
+
+    @model_serializer(mode="wrap")
+    def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
+        """Leave out `add_tokens` without any, so that earlier runs keep their keys."""
+        values = serialize(self)
+        if values.get("add_tokens") is None:
+            values.pop("add_tokens", None)
+        return values
+
+    @property
+    def without_tokens(self) -> BackboneConfig:
+        """The config of the backbone alone."""
+        return self.model_copy(update={"add_tokens": None}) if self.add_tokens is not None else self
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
 
     def load(self, kind: BackboneKind = "causal-lm") -> Backbone:
-        """Load the backbone.
+        """Load the backbone, without added tokens.
 
         Args:
             kind: the model's head: `causal-lm`, `masked-lm`, or `encoder` for none.

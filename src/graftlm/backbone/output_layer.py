@@ -5,6 +5,7 @@ Shape suffixes: N tokens, d hidden width, V tokens of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -28,30 +29,33 @@ class OutputLayer:
     Args:
         model: a model with a language-modeling head.
         body: the module of the model that its forward pass calls for hidden states.
+        parameters: further parameters, which hooks of the head's modules read.
 
     Attributes:
         vocabulary: V
     """
 
-    def __init__(self, model: PreTrainedModel, body: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel, body: nn.Module, parameters: Sequence[nn.Parameter] = ()) -> None:
         path = next(name for name, module in model.named_modules() if module is body)
         self._body = body
         self._model = model
+        self._parameters = tuple(parameters)
         self.vocabulary: int = model.config.get_text_config().vocab_size
         self._given = _GivenStates()
         self._shell = _with_module(model, path, self._given)
 
     @classmethod
-    def of(cls, model: PreTrainedModel, sites: Sites) -> OutputLayer | None:
+    def of(cls, model: PreTrainedModel, sites: Sites, parameters: Sequence[nn.Parameter] = ()) -> OutputLayer | None:
         """Return the output layer of a model; None if it has no head, or no body apart from itself.
 
         Args:
             model: the model.
             sites: its sites.
+            parameters: further parameters, which hooks of the head's modules read.
         """
         find_head = getattr(model, "get_output_embeddings", None)
         has_head = find_head is not None and find_head() is not None
-        return cls(model, sites.body) if has_head and sites.body is not model else None
+        return cls(model, sites.body, parameters) if has_head and sites.body is not model else None
 
     def logits(self, states: Tensor, like: ModelOutput) -> Tensor:
         """Return the logits (N, V) of some tokens.
@@ -73,7 +77,7 @@ class OutputLayer:
         The modules are those that the model has now, so that wrapped and sharded weights are found.
         """
         inside = set(self._body.modules())
-        found: dict[int, nn.Parameter] = {}
+        found = {id(parameter): parameter for parameter in self._parameters if parameter.requires_grad}
         for module in self._model.modules():
             if module in inside:
                 continue

@@ -56,6 +56,8 @@ class Tap:
         function: `before`: f(call, inputs); `after`: f(call, inputs, outputs); hidden states are (B, T, d).
         takes_selection: whether an `after` tap of the output layer accepts some tokens of all rows, (1, N, d), and
             finds their other values by `Call.at_head`. Without it, training computes the logits of all tokens.
+        reads_call: whether the function reads the call. Without it, a tap after the body computes the same for each
+            chunk of tokens, so that training needs no logits of all tokens at once.
     """
 
     site: Site
@@ -63,6 +65,7 @@ class Tap:
     act: Literal["add", "replace", "bias"]
     function: Callable[..., Tensor | None]
     takes_selection: bool = False
+    reads_call: bool = True
 
 
 class _CallStack(threading.local):
@@ -97,7 +100,7 @@ class TapHooks:
 
     Attributes:
         takes_selection: whether the output layer may receive some tokens only.
-        acts_after_body: whether a tap acts on the output layer, or elsewhere after the body.
+        acts_after_body: whether a tap that reads the call acts on the output layer, or elsewhere after the body.
     """
 
     takes_selection = True
@@ -279,9 +282,9 @@ class TapHooks:
             call.count.keep()
 
     def _watch_head(self, sites: Sites, taps: Sequence[Tap]) -> None:
-        """If a tap acts on a module that runs after the body, keep the call of a pass open until the model returns."""
+        """If a tap reads the call after the body has run, keep the call of a pass open until the model returns."""
         inside = set(sites.body.modules())
-        outside = [tap for tap in taps if not inside.issuperset(sites.module(tap.site))]
+        outside = [tap for tap in taps if tap.reads_call and not inside.issuperset(sites.module(tap.site))]
         if not outside:
             return
         self.acts_after_body = True
@@ -441,8 +444,11 @@ def _in_rows(call: Call, hidden: Tensor) -> Tensor:
 
 
 def _in_shape(hidden: Tensor, like: Tensor) -> Tensor:
-    """Return hidden states in the shape of those that they replace, from which `_in_rows` made rows."""
-    return hidden if hidden.shape == like.shape else hidden.view_as(like)
+    """Return hidden states in the shape of those that they replace, from which `_in_rows` made rows.
+
+    Their width may be another one, as of logits with those of added tokens.
+    """
+    return hidden if hidden.shape[:-1] == like.shape[:-1] else hidden.view(*like.shape[:-1], hidden.shape[-1])
 
 
 def _prepare_nothing(call: Call) -> None:

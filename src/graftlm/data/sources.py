@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from itertools import islice
@@ -728,3 +729,23 @@ def _load_from_hub(config: SourceConfig) -> Dataset | IterableDataset:
             f"The dataset {config.name} ({selection}) can't be loaded ({first_line(error)}): check its name, subset "
             "and split, and the network."
         ) from None
+
+
+def first_texts(sources: Sequence[SourceConfig], characters: int) -> Iterator[str]:
+    """Yield the first texts of every source: the same number of characters of each.
+
+    Args:
+        sources: the sources.
+        characters: number of characters in all.
+
+    Raises:
+        DataError: a source can't be read.
+    """
+    share = math.ceil(characters / len(sources))
+    for source in sources:
+        remaining = share
+        for document in read_documents(source):
+            yield document.full_text[:remaining]
+            remaining -= len(document.full_text)
+            if remaining <= 0:
+                break

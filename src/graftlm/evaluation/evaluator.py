@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from graftlm.backbone import Backbone
+from graftlm.backbone import Backbone, ExtendedVocabulary
 from graftlm.config import Config
 from graftlm.data import Document, SourceConfig, build_documents
 from graftlm.data.conflicts import single_turn
@@ -217,6 +218,16 @@ class BackboneEvaluator:
                 self.evaluation.benchmarks(), confirm_unsafe_code=self.evaluation.confirm_unsafe_code
             )
 
+    def tokenizer_of(self, model: LanguageModel) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of a grafted model, or that of the bare backbone, which has no added tokens.
+
+        Args:
+            model: a `GraftedModel`, or the backbone's model.
+        """
+        if isinstance(model, GraftedModel):
+            return self.tokenizer
+        return self.backbone.without_tokens.need_tokenizer()
+
     @cached_property
     def backbone_scores(self) -> dict[str, Scores]:
         """The backbone's scores by test set, computed on first access, which must come before a graft is attached."""
@@ -292,14 +303,17 @@ class BackboneEvaluator:
         Raises:
             DataError: the file can't be read, or the tokenizer has no chat template.
         """
+        return template_questions(self._question_texts, self.tokenizer, remedy=_REMEDY) if self._question_texts else []
+
+    @cached_property
+    def _question_texts(self) -> list[str]:
         asked = self.asked
         if asked is None:
             return []
-        if asked == OWN_QUESTIONS:
-            texts = sample_questions(self.backbone, _QUESTIONS, self.evaluation.own_seed, progress=self.progress)
-        else:
-            texts = read_questions(asked)
-        return template_questions(texts, self.tokenizer, remedy=_REMEDY)
+        if asked != OWN_QUESTIONS:
+            return read_questions(asked)
+        bare = self.backbone.without_tokens
+        return sample_questions(bare, _QUESTIONS, self.evaluation.own_seed, progress=self.progress)
 
     @property
     def wanted_questions(self) -> int:
@@ -317,13 +331,17 @@ class BackboneEvaluator:
         Args:
             model: the backbone's model, or a grafted model on it.
         """
-        return self._answers(model, self.questions)
+        questions = self.questions
+        tokenizer = self.tokenizer_of(model)
+        if questions and tokenizer is not self.tokenizer:
+            questions = template_questions(self._question_texts, tokenizer, remedy=_REMEDY)
+        return self._answers(model, questions)
 
     def _answers(self, model: LanguageModel, questions: Sequence[ChatQuestion]) -> list[ChatAnswer]:
         with progress_bar("answering questions", len(questions), SHARE, show=self.progress) as update:
             return answer_questions(
                 model,
-                self.tokenizer,
+                self.tokenizer_of(model),
                 questions,
                 max_new_tokens=_ANSWER_TOKENS,
                 batch_size=self.evaluation.batch_size,
@@ -500,9 +518,28 @@ class BackboneEvaluator:
         scores = {}
         for name, documents in self.tests.items():
             reference = self.backbone.bare_model if divergence and self.sets.is_new(name) else None
-            windows = limited_windows(self.tokenizer, documents, self.length, self.evaluation.limit_tokens)
-            scores[name] = self._score_windows(model, list(windows), reference, f"scoring {name}")
+            windows = list(limited_windows(self.tokenizer, documents, self.length, self.evaluation.limit_tokens))
+            title = f"scoring {name}"
+            if self.backbone.extended is None:
+                scores[name] = self._score_windows(model, windows, reference, title)
+            else:
+                scores[name] = self._score_spelled(model, windows, self.backbone.extended, title)
         return scores
+
+    def _score_spelled(
+        self, model: LanguageModel, windows: Sequence[Window], extended: ExtendedVocabulary, title: str
+    ) -> Scores:
+        """Score windows of the extended tokenizer.
+
+        The bare backbone reads the old tokens that spell the added ones, and both count these. There is no divergence,
+        because the two predict different tokens.
+        """
+        spelled = [window.spelled(extended) for window in windows]
+        if not isinstance(model, GraftedModel):
+            check_length(model, max(len(window.ids) for window in spelled))
+            return self._score_windows(model, spelled, None, title)
+        scores = self._score_windows(model, windows, None, title)
+        return replace(scores, tokens=np.array([window.tokens for window in spelled]))
 
     def _score_windows(
         self,
@@ -515,7 +552,7 @@ class BackboneEvaluator:
         with progress_bar(title, total, SHARE, show=self.progress) as update:
             return score_windows(
                 model,
-                self.tokenizer,
+                self.tokenizer_of(model),
                 windows,
                 batch_size=self.evaluation.batch_size,
                 precision=self.evaluation.precision,
@@ -536,7 +573,7 @@ class BackboneEvaluator:
         for name, task in self.tasks.items():
             results[name] = measure_task(
                 model,
-                self.tokenizer,
+                self.tokenizer_of(model),
                 task,
                 batch_size=self.evaluation.batch_size,
                 precision=self.evaluation.precision,
@@ -546,7 +583,7 @@ class BackboneEvaluator:
     def _measure_benchmarks(self, model: LanguageModel) -> dict[str, BenchmarkResult]:
         return measure_benchmarks(
             model,
-            self.tokenizer,
+            self.tokenizer_of(model),
             self.benchmarks or (),
             batch_size=self.evaluation.batch_size,
             progress=self.progress,
@@ -561,7 +598,8 @@ class BackboneEvaluator:
             texts = [self.tests[each] for each in self.sets.of_domain(name, self.tests)]
             if texts:
                 prompts = prompts_of(list(chain.from_iterable(texts)), count)
-                speed = decode_speed(model, self.tokenizer, prompts, self.evaluation.decode_tokens)
+                tokenizer = self.tokenizer_of(model)
+                speed = decode_speed(model, tokenizer, prompts, self.evaluation.decode_tokens)
                 speeds[f"decode_{name}_tokens_per_s"] = speed
         return speeds
 

@@ -501,13 +501,13 @@ def _token_divergences(reference: Tensor, logits: Tensor) -> Tensor:
 
     Args:
         reference: the reference's logits, (N, V).
-        logits: the model's logits, (N, V).
+        logits: the model's logits, (N, V). They may have further ones, of tokens that were added.
     """
     size = max(1, _CHUNK_VALUES // logits.shape[-1])
     chunks = zip(reference.split(size), logits.split(size), strict=True)
     divergences = []
     for reference_chunk, chunk in chunks:
         log_p = reference_chunk.float().log_softmax(-1)
-        log_q = chunk.float().log_softmax(-1)
+        log_q = chunk.float().log_softmax(-1)[..., : log_p.shape[-1]]
         divergences.append(F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1))
     return torch.cat(divergences).to("cpu", torch.float64)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from graftlm.backbone import TokenSelection, encode_parts, leading_bos, padding_id
+from graftlm.backbone import ExtendedVocabulary, TokenSelection, encode_parts, leading_bos, padding_id
 from graftlm.data import Document
 from graftlm.data.boundaries import window_bounds
 from graftlm.data.chats import chat_tokens, render_chat
@@ -48,6 +48,25 @@ class Window:
     def tokens(self) -> int:
         """The number of scored tokens."""
         return len(self.bytes)
+
+    def spelled(self, extended: ExtendedVocabulary) -> Window:
+        """Return the window with the old tokens that spell added ones. The first of them counts the bytes.
+
+        Args:
+            extended: the added tokens.
+        """
+        parts = [extended.spelling(token) for token in self.ids.tolist()]
+        lengths = [len(part) for part in parts]
+        first = sum(lengths[: self.first])
+        byte_counts = np.zeros(sum(lengths) - first, dtype=np.int64)
+        byte_counts[np.cumsum([0, *lengths[self.first : -1]])] = self.bytes
+        return Window(
+            ids=np.array([token for part in parts for token in part], dtype=np.int64),
+            first=first,
+            bytes=byte_counts,
+            document=self.document,
+            prompt=sum(lengths[: self.prompt]),
+        )
 
 
 def cut_windows(

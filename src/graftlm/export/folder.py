@@ -12,9 +12,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from graftlm.backbone import Backbone
+from graftlm.backbone import Backbone, TokenRows
 from graftlm.errors import ArtifactError, first_line
 from graftlm.export.adapters import save_with_adapters
+from graftlm.export.added_rows import with_rows, write_rows
 from graftlm.export.code import add_older_rope_keys, copy_code, is_own, save_unchanged
 from graftlm.export.turn_ends import add_turn_ends
 from graftlm.export.verifying import verify_model, verify_unchanged
@@ -59,17 +60,21 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path, *, target
         check_server(backbone, target=target)
     with new_model(Path(folder), backbone, f"a graft of the kind {graft.config.kind}") as draft:
         if isinstance(graft, Exportable):
-            _save_merged(graft, backbone, draft)
+            _save_merged(graft, graft.token_rows, backbone, draft)
         else:
-            save_with_adapters(graft.exported_adapter(backbone), backbone, draft)
+            rows = graft.token_rows
+            resized = backbone if rows is None else with_rows(backbone, rows)
+            save_with_adapters(graft.exported_adapter(backbone), resized, draft)
         add_older_rope_keys(draft)
         verify_model(draft, graft, backbone)
     return Path(folder)
 
 
-def _save_merged(graft: Exportable, backbone: Backbone, folder: Path) -> None:
+def _save_merged(graft: Exportable, rows: TokenRows | None, backbone: Backbone, folder: Path) -> None:
     """Write the backbone into whose weights a graft is merged. The merged model is gone when the function returns."""
     model = graft.merged(backbone)
+    if rows is not None:
+        write_rows(model, rows)
     model.save_pretrained(folder)
     copy_code(model, folder)
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, GraftError, first_line
 from graftlm.export.adapters import save_with_adapters
+from graftlm.export.added_rows import check_no_rows
 from graftlm.export.carrier import Carrier
 from graftlm.export.code import add_older_rope_keys
 from graftlm.export.folder import check_new_folder, check_weights, export_plain, new_model
@@ -104,6 +105,7 @@ def export_many(
     """
     folder = Path(folder)
     chosen = checked_entries(grafts, mixtures or {})
+    check_no_rows(backbone, "an adapter of PEFT for one server")
     check_weights(backbone)
     check_new_folder(folder)
     shared = {name: SharedGraft.of(name, graft, backbone) for name, graft in grafts.items()}
@@ -167,6 +169,7 @@ def export_peft(graft: Graft, backbone: Backbone, folder: str | Path) -> Path:
         WrongBackboneError: the graft was built for another backbone.
     """
     folder = Path(folder)
+    check_no_rows(backbone, "an adapter of PEFT")
     check_new_folder(folder)
     shared = SharedGraft.of("adapter", graft, backbone)
     if shared.adapter is not None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn import functional
 
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, first_line
@@ -149,19 +150,31 @@ def verify_unchanged(folder: Path, backbone: Backbone) -> None:
 def _probe_of_graft(graft: Graft, backbone: Backbone) -> _Probe:
     """Return the first row on which a graft has an effect, or the last row if it has none."""
     for ids in _rows(backbone).split(1):
-        bare = _output(backbone.bare_model, ids)
         with GraftedModel(backbone, {"graft": graft}) as model:
             expected = _output(model.eval(), ids)
+        bare = _bare_output(backbone, ids, expected)
         probe = _Probe(ids=ids, bare=bare, expected=expected)
         if probe.has_effect:
             break
     return probe
 
 
+def _bare_output(backbone: Backbone, ids: Tensor, like: Tensor) -> Tensor:
+    """Return the output of the bare backbone, which reads another token for each added one and gives it the logit 0."""
+    if backbone.extended is None:
+        return _output(backbone.bare_model, ids)
+    bare = _output(backbone.bare_model, ids.masked_fill(ids >= backbone.extended.first, 0))
+    return functional.pad(bare, (0, like.shape[-1] - bare.shape[-1]))
+
+
 def _rows(backbone: Backbone) -> Tensor:
     """Return rows of token ids, (R, T): the first is evenly spaced over the vocabulary, the others are random."""
     vocabulary = backbone.config.get_text_config().vocab_size
+    if backbone.extended is not None:
+        vocabulary = backbone.extended.first + backbone.extended.count
     even = torch.arange(1, _TOKENS + 1)[None] * vocabulary // (_TOKENS + 1)
+    if backbone.extended is not None:
+        even[0, -1] = vocabulary - 1
     drawn = torch.randint(vocabulary, (_ROWS - 1, _TOKENS), generator=torch.Generator().manual_seed(0))
     return torch.cat([even, drawn]).to(backbone.device)
 

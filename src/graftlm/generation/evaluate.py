@@ -111,7 +111,7 @@ def _add_lm_eval(
         return
     scores = run_lm_eval(
         model,
-        evaluator.tokenizer,
+        evaluator.tokenizer_of(model),
         tasks,
         limit=limit,
         confirm_unsafe_code=evaluator.evaluation.confirm_unsafe_code,

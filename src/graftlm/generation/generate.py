@@ -209,9 +209,9 @@ def load_model(
         if has_chat_template(name, trust_remote_code=trust_remote_code) is False:
             raise DataError(f"The model {name} has no chat template for conversations: name a chat model.")
     loaded = backbone_of(folder, backbone, device=device, trust_remote_code=trust_remote_code)
-    tokenizer = loaded.need_tokenizer()
     if bare or is_model(folder):
-        return loaded.model, tokenizer
+        return loaded.model, loaded.without_tokens.need_tokenizer()
+    tokenizer = loaded.need_tokenizer()
     grafts = load_grafts(folder, loaded, changes)
     return GraftedModel(loaded, grafts), tokenizer
 

@@ -156,14 +156,14 @@ def distillation_loss(logits: Tensor, taught: Tensor, totals: Tensor) -> Tensor:
     """Compute the sum of KL(teacher || model) over targets in nats, divided by the number of targets.
 
     Args:
-        logits: (N, V), the model's logits before each target.
+        logits: (N, V), the model's logits before each target. They may have further ones, of tokens that were added.
         taught: (N, V), the teacher's logits before each target.
         totals: the first entry is the divisor, which may count targets of other rows as well.
 
     Returns:
         A float32 scalar.
     """
-    model_log_p = logits.float().log_softmax(-1)
+    model_log_p = logits.float().log_softmax(-1)[..., : taught.shape[-1]]
     teacher_log_p = taught.float().log_softmax(-1)
     divergence = functional.kl_div(model_log_p, teacher_log_p, reduction="sum", log_target=True)
     return divergence / totals[0].clamp(min=1)

@@ -19,14 +19,16 @@ from graftlm.backbone import (
     Call,
     OutputLayer,
     Sites,
+    Tap,
     TapHooks,
+    TokenRows,
     TokenSelection,
     answer_end_ids,
     compiled_decoding,
     decodes_in_one_graph,
     need_backbone,
 )
-from graftlm.errors import BackboneError, GraftError, TapConflictError
+from graftlm.errors import BackboneError, GraftError, TapConflictError, WrongBackboneError
 from graftlm.grafted.backbone_state import BackboneState
 from graftlm.grafted.checkpointing import LayerCheckpoints
 from graftlm.grafted.chunked_losses import DomainLosses, Predictions, loss_of_targets, predict_targets
@@ -99,14 +101,14 @@ class GraftedModel(TrainerSupport):
         compiles_decoding: whether `generate` compiles its steps; None does so on accelerators.
 
     Raises:
-        TapConflictError: two grafts replace the same activation or can't change the model together, or the backbone
-            has other grafts or a PEFT adapter already.
+        TapConflictError: two grafts replace the same activation or can't change the model together, the backbone has
+            other grafts or a PEFT adapter already, or not exactly one graft has the rows of its added tokens.
         TapError: a graft has a tap that the backbone does not support.
         GraftError: the grafts are not a dict of grafts, a name can't be that of a submodule, or the objective is
             unknown.
         BackboneError: the backbone is not a `Backbone`, or a graft that changes or copies it can't do so, for example
             because its weights are quantized.
-        WrongBackboneError: a graft was built for another backbone.
+        WrongBackboneError: a graft was built for another backbone, or for other added tokens than the backbone has.
     """
 
     config = _live_attribute("config")
@@ -141,6 +143,7 @@ class GraftedModel(TrainerSupport):
                 f"The backbone {backbone.name} is part of another GraftedModel, whose grafts would act below the new "
                 "ones: detach that model first, or attach all grafts in one GraftedModel."
             )
+        self._token_rows = _rows_of_added_tokens(backbone, grafts)
         self.backbone = backbone
         self.name_or_path = backbone.name
         self.grafts = nn.ModuleDict(dict(grafts))
@@ -194,13 +197,23 @@ class GraftedModel(TrainerSupport):
                 _ = self.backbone.bare_model
         for graft in replacing:
             self._replace_model(graft)
-        taps = {name: graft.taps() for name, graft in self._by_name.items()}
+        taps = self._all_taps()
         sites = self._replacing[-1].sites(self.model) if self._replacing else Sites(self.model)
         self._tap_hooks = TapHooks(self.model, sites, taps, self._prepare)
         self._checkpoints = LayerCheckpoints(self._tap_hooks.checkpoint_contexts)
-        self._output_layer = None if self._tap_hooks.acts_after_body else OutputLayer.of(self.model, sites)
+        self._output_layer = None
+        if not self._tap_hooks.acts_after_body:
+            rows = [parameter for rows in self._token_rows for parameter in rows.after_body]
+            self._output_layer = OutputLayer.of(self.model, sites, rows)
         if taps:
             self._tap_hooks.mark_prompts()
+
+    def _all_taps(self) -> dict[str, list[Tap]]:
+        """Return the taps by owner. The other grafts see embeddings with those of added tokens, and old logits."""
+        taps = {name: graft.taps() for name, graft in self._by_name.items()}
+        for rows in self._token_rows:
+            taps = {"embeddings.added": rows.input_taps(), **taps, "logits.added": rows.output_taps()}
+        return taps
 
     def _replace_model(self, graft: ReplacesModel) -> None:
         """Let a graft replace or change the live model."""
@@ -654,3 +667,31 @@ def _check_grafts(backbone: Backbone, grafts: object) -> None:
                 "an attribute of nn.ModuleDict: choose another name."
             )
         backbone.check_graft(name, graft._fingerprint)
+
+
+def _rows_of_added_tokens(backbone: Backbone, grafts: Mapping[str, Graft]) -> tuple[TokenRows, ...]:
+    """Return the rows of the backbone's added tokens, which exactly one graft must have; none without added tokens.
+
+    The result is a tuple, because the rows are a submodule of their graft already.
+    """
+    owners = {name: graft.token_rows for name, graft in grafts.items() if graft.token_rows is not None}
+    if backbone.extended is None and not owners:
+        return ()
+    if backbone.extended is None:
+        raise WrongBackboneError(
+            f"The graft {min(owners)} has rows of added tokens, which the backbone {backbone.name} lacks: attach it to "
+            "the backbone for which it was built (Backbone.with_tokens), or to that of backbone_of(FOLDER)."
+        )
+    if len(owners) != 1:
+        found = " and ".join(owners) or "no attached graft"
+        raise TapConflictError(
+            f"The backbone {backbone.name} has added tokens, whose rows {found} has, but exactly one graft must have "
+            "them: attach one graft that was built for this backbone, or use backbone.without_tokens."
+        )
+    ((name, rows),) = owners.items()
+    if rows.extended.added != backbone.extended.added:
+        raise WrongBackboneError(
+            f"The graft {name} has rows of other added tokens than the backbone {backbone.name} has: attach it to the "
+            "backbone for which it was built, or to that of backbone_of(FOLDER)."
+        )
+    return (rows,)

@@ -19,5 +19,13 @@ from graftlm.grafts.base import (
     Trace,
     Traceable,
 )
-from graftlm.grafts.registry import build_graft, default_config, graft_class, graft_config, kinds, register_graft
+from graftlm.grafts.registry import (
+    build_graft,
+    default_config,
+    graft_class,
+    graft_config,
+    kinds,
+    new_graft,
+    register_graft,
+)
 from graftlm.grafts.sizes import HasSizes, Sizes

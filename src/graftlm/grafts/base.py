@@ -24,18 +24,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self, cast
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from graftlm.backbone import Backbone, Call, Fingerprint, Sites, Tap
+from graftlm.backbone import Backbone, Call, Fingerprint, Sites, Tap, TokenRows
 from graftlm.config import Config
-from graftlm.errors import ArtifactError, RecipeError
+from graftlm.errors import ArtifactError, GraftError, RecipeError
 from graftlm.grafts.heads import TaskSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+ROWS_NAME = "added_tokens"
+"""Name of the submodule of a graft that has the rows of added tokens."""
 
 
 class GraftConfig(Config):
@@ -106,6 +109,8 @@ class Graft(nn.Module):
             values of the backbone.
         served_in_bfloat16: whether a server casts the graft to bfloat16 when the backbone is in bfloat16, which halves
             the memory traffic of the graft's weights.
+        accepts_added_tokens: whether the graft works on a backbone with added tokens: it looks up no ids in tables of
+            the backbone's or another model's vocabulary.
     """
 
     Config: ClassVar[type[GraftConfig]]
@@ -113,6 +118,7 @@ class Graft(nn.Module):
     observed_place: ClassVar[str] = "layer"
     has_decode_state: ClassVar[bool] = False
     served_in_bfloat16: ClassVar[bool] = False
+    accepts_added_tokens: ClassVar[bool] = True
     config: GraftConfig
     _fingerprint: Fingerprint | None = None  # fingerprint of the backbone that was passed to `build_graft`
 
@@ -123,6 +129,26 @@ class Graft(nn.Module):
         cls.Config.graft_class = cls
         if "label" not in vars(cls.Config):
             cls.Config.label = cls.label or cls.Config.model_fields["kind"].default
+
+    @property
+    def token_rows(self) -> TokenRows | None:
+        """The rows of the tokens that were added to the backbone; None without such tokens."""
+        return cast("TokenRows | None", self._modules.get(ROWS_NAME))
+
+    def add_token_rows(self, backbone: Backbone) -> None:
+        """Give the graft rows of the backbone's added tokens, if there are any. `build_graft` calls this.
+
+        Raises:
+            GraftError: the graft does not accept added tokens.
+        """
+        if backbone.extended is None:
+            return
+        if not self.accepts_added_tokens:
+            raise GraftError(
+                f"The backbone {backbone.name} has added tokens, but a graft of the kind {self.config.kind} looks up "
+                "the ids of tokens in the backbone's own vocabulary: leave out add_tokens, or train another kind."
+            )
+        self.add_module(ROWS_NAME, TokenRows(backbone.model, backbone.sites, backbone.extended))
 
     @property
     def decodes_in_one_graph(self) -> bool:

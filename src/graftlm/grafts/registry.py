@@ -169,8 +169,8 @@ def build_graft(config: GraftConfig, backbone: Backbone) -> Graft:
         backbone: the backbone to build it for, which does not change.
 
     Raises:
-        GraftError: `config` is not a `GraftConfig`, or the constructor of the graft raised one, for example since the
-            config does not fit the backbone.
+        GraftError: `config` is not a `GraftConfig`, the constructor of the graft raised one, for example since the
+            config does not fit the backbone, or the backbone has added tokens that the graft does not accept.
         BackboneError: `backbone` is not a `Backbone`.
     """
     if not isinstance(config, GraftConfig):
@@ -178,6 +178,21 @@ def build_graft(config: GraftConfig, backbone: Backbone) -> Graft:
             f"The graft's config is of type {type(config).__name__}, but a GraftConfig is expected: pass "
             "graft_config({'kind': ...})."
         )
-    graft = config.graft_class(config, need_backbone(backbone))
+    graft = new_graft(config, need_backbone(backbone))
     graft._fingerprint = backbone.fingerprint
+    return graft
+
+
+def new_graft(config: GraftConfig, backbone: Backbone) -> Graft:
+    """Build an untrained graft as `build_graft` does, without reading the backbone's weights for a fingerprint.
+
+    Args:
+        config: the graft's config.
+        backbone: the backbone to build it for. If it has added tokens, the graft has their rows.
+
+    Raises:
+        GraftError: the constructor of the graft raised one, or the graft does not accept added tokens.
+    """
+    graft = config.graft_class(config, backbone)
+    graft.add_token_rows(backbone)
     return graft

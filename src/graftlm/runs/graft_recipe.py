@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from graftlm.backbone.load import BackboneConfig
+from graftlm.backbone.load import BackboneConfig, LearnedTokensConfig
 from graftlm.config import Config
 from graftlm.data import DataConfig, SelfSourceConfig
 from graftlm.errors import RecipeError
@@ -70,6 +70,37 @@ class TextRecipe(Config):
         data = DataConfig.parse(self.data.model_dump() | config.data, where=f"{where}.data")
         return training, data
 
+    def check_added_tokens(self, training: TrainingConfig, data: DataConfig) -> None:
+        """Check that the sections of a run go with `backbone.add_tokens`.
+
+        Args:
+            training: the training section of the run.
+            data: its data section.
+
+        Raises:
+            ValueError: tokens are learned without new text, the training is sharded, or the bare backbone would have to
+                read added tokens.
+        """
+        tokens = self.backbone.add_tokens
+        if tokens is None:
+            return
+        if isinstance(tokens, LearnedTokensConfig) and not data.new:
+            raise ValueError(
+                "backbone.add_tokens learns tokens from the new text, but data.new is empty: name some there, or list "
+                "the tokens"
+            )
+        if training.sharded:
+            raise ValueError(
+                "backbone.add_tokens gives the graft rows of its own, which training.sharded can't spread over "
+                "processes: set sharded to false, or leave add_tokens out"
+            )
+        is_sampled = all(isinstance(source, SelfSourceConfig) for source in data.old)
+        if data.old_objective == "distil" and data.replay_fraction and not is_sampled:
+            raise ValueError(
+                "old_objective distil lets the bare backbone read the old text, which may contain the tokens of "
+                "backbone.add_tokens: set old_objective to replay, or let the backbone sample the old text (self: true)"
+            )
+
 
 class FrontierConfig(Config):
     """What `graft compare --frontier` sweeps for every method alike."""
@@ -110,9 +141,11 @@ class Recipe(TextRecipe):
             yield "training needs text, but data.new is empty: name some there, or set training.steps to 0"
         if not self.methods:
             check_sections(self.training, self.data, self.evaluation)
+            self.check_added_tokens(self.training, self.data)
         for name, method in self.methods.items():
             training, data = self.changed_sections(method, f"methods.{name}")
             check_sections(training, data, self.evaluation)
+            self.check_added_tokens(training, data)
 
     def run(self) -> GraftRun:
         """Return the run that trains the recipe's graft.
@@ -162,7 +195,7 @@ class Recipe(TextRecipe):
             training, data = self.changed_sections(method, f"methods.{name}")
             graft, matched = method.graft, None
             if isinstance(graft, MatchedGraft):
-                graft, matched = graft.resolved(aim, load_shared(self.backbone))
+                graft, matched = graft.resolved(aim, load_shared(self.backbone.without_tokens))
             run = GraftRun(
                 id=name,
                 label=method.label,
@@ -186,7 +219,7 @@ class Recipe(TextRecipe):
             return 0
         graft = self.graft or self._first_method().graft
         assert isinstance(graft, GraftConfig), "the size of the first method is given"
-        return trained_parameters(graft, load_shared(self.backbone))
+        return trained_parameters(graft, load_shared(self.backbone.without_tokens))
 
     def _default_methods(self) -> dict[str, MethodConfig]:
         """Return the recipe's graft, and every other kind of graft that needs no settings, as methods."""

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, SerializeAsAny
 from torch import Tensor
 
 from graftlm.backbone import Backbone
-from graftlm.backbone.load import BackboneConfig
+from graftlm.backbone.load import BackboneConfig, LearnedTokensConfig
 from graftlm.data import DataConfig, Mixture, SelfSourceConfig, SourceConfig, TokenBlocks, build_documents
 from graftlm.data.boundaries import check_boundaries
 from graftlm.data.conflicts import find_conflicts, single_turn
@@ -37,13 +37,22 @@ from graftlm.evaluation.strengths import move_back
 from graftlm.evaluation.taught_answers import TaughtAnswer, evenly_spaced
 from graftlm.files.digests import file_digest
 from graftlm.grafted.model import GraftedModel
-from graftlm.grafts import ChangesAtEnd, FitsOnText, Graft, GraftConfig, ReadsModels, ReplacesModel, graft_config
+from graftlm.grafts import (
+    ChangesAtEnd,
+    FitsOnText,
+    Graft,
+    GraftConfig,
+    ReadsModels,
+    ReplacesModel,
+    graft_config,
+    new_graft,
+)
 from graftlm.runs.benchmark_run import BARE_RESULTS, BenchmarkRun
 from graftlm.runs.matching import MatchedSize
 from graftlm.runs.rewriting_run import RewritingRun
 from graftlm.runs.run import Run, RunContext, Trainee, TrainingRun, steps_text
 from graftlm.runs.sampling_run import SAMPLES, SamplingRun
-from graftlm.runs.shared import load_shared, load_shared_evaluator, release_shared, shared_batches
+from graftlm.runs.shared import load_shared_evaluator, load_shared_extended, release_shared, shared_batches
 from graftlm.store.artifact import load_graft, save_graft
 from graftlm.store.card import model_card
 from graftlm.store.manifest import TENSORS_NAME
@@ -114,6 +123,8 @@ class GraftRun(TrainingRun):
             settings["data"] = {"test": data["test"], "length": data["length"]}
             if self.data.sets.are_named:
                 settings["data"]["sets"] = [list(self.data.sets.new), list(self.data.sets.old)]
+            if self._text_of_tokens:
+                settings["data"]["new"] = data["new"]
             del settings["training"]
         return settings
 
@@ -143,8 +154,8 @@ class GraftRun(TrainingRun):
         """
         if self.graft is None:
             return
-        backbone = load_shared(self.backbone)
-        graft = self.graft.graft_class(self.graft, backbone)
+        backbone = load_shared_extended(self.backbone, self._text_of_tokens)
+        graft = new_graft(self.graft, backbone)
         with GraftedModel(backbone, {GRAFT_NAME: graft}):
             pass
         if isinstance(graft, FitsOnText) and not self.continues:
@@ -167,7 +178,7 @@ class GraftRun(TrainingRun):
         if not benchmarks:
             return []
         run = BenchmarkRun.of(
-            self.backbone,
+            self.backbone.without_tokens,
             benchmarks,
             batch_size=self.evaluation.batch_size,
             confirm_unsafe_code=self.evaluation.confirm_unsafe_code,
@@ -178,14 +189,15 @@ class GraftRun(TrainingRun):
         """Return the run that rewrites the answers of the new conversations, in a list that may be empty."""
         if self.data.rewrite is None or not self.training.has_steps:
             return []
-        return [RewritingRun.of(self.backbone, self.data.rewrite, self.data.length, self.data.new)]
+        return [RewritingRun.of(self.backbone.without_tokens, self.data.rewrite, self.data.length, self.data.new)]
 
     def _old_samples(self) -> list[SamplingRun]:
         """Return the runs that sample old text to train on."""
         if not (self.training.has_steps and self.data.replay_fraction):
             return []
         sources = [source for source in self.data.old if isinstance(source, SelfSourceConfig)]
-        return [SamplingRun.of(self.backbone, source, self.data.length, self.data.new) for source in sources]
+        bare = self.backbone.without_tokens
+        return [SamplingRun.of(bare, source, self.data.length, self.data.new) for source in sources]
 
     def _test_samples(self) -> list[SamplingRun]:
         """Return the run that samples the text on which the divergence is measured.
@@ -195,11 +207,17 @@ class GraftRun(TrainingRun):
         if not self.evaluation.own_tokens:
             return []
         source = SelfSourceConfig(self=True, tokens=self.evaluation.own_tokens, seed=self.evaluation.own_seed)
-        return [SamplingRun.of(self.backbone, source, self._scored_length)]
+        return [SamplingRun.of(self.backbone.without_tokens, source, self._scored_length)]
 
     @property
     def _scored_length(self) -> int:
         return self.evaluation.length or self.data.length
+
+    @property
+    def _text_of_tokens(self) -> str:
+        """The new texts as `load_shared_extended` takes them; empty if no tokens are learned from them."""
+        is_learned = isinstance(self.backbone.add_tokens, LearnedTokensConfig)
+        return self.data.model_dump_json(include={"new"}) if is_learned else ""
 
     def evaluator(self, dependencies: Mapping[str, Path] | None = None) -> BackboneEvaluator:
         """Return the evaluator of the run's backbone, which the runs of one process share.
@@ -222,6 +240,7 @@ class GraftRun(TrainingRun):
                 bare_results = known[run.id] / BARE_RESULTS
         return load_shared_evaluator(
             self.backbone,
+            self._text_of_tokens,
             self.data.model_dump_json(include={"test"}),
             self.evaluation.model_dump_json(),
             self._scored_length,
@@ -262,7 +281,7 @@ class GraftRun(TrainingRun):
         continued = None
         if self.continues and earlier:
             _, continued = earlier.popitem()
-        graft = self.graft.graft_class(self.graft, backbone) if continued is None else continued
+        graft = new_graft(self.graft, backbone) if continued is None else continued
         identity = self._identity(graft, backbone, batches, context)
         # These are measured once, while no graft is attached.
         _ = evaluator.backbone_scores
@@ -367,7 +386,7 @@ class GraftRun(TrainingRun):
         if self.evaluation.ask is not None and chats and not any(single_turn(chat) for chat in chats):
             yield "No conversation has exactly one question, so the report will have no taught answers."
         checked = evenly_spaced(chats, _CHECKED_CHATS)
-        known = find_known(backbone, checked)
+        known = find_known(backbone.without_tokens, checked)
         if known:
             yield (
                 f"The backbone already gives the answers of {len(known):,} of {len(checked):,} conversations, such as "

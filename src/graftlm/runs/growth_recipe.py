@@ -53,6 +53,11 @@ class GrowthRecipe(TextRecipe):
     out: str = Field("runs/growth", description="Folder for the grafts, the report and the checkpoints.")
 
     def _problems(self) -> Iterator[str]:
+        if self.backbone.add_tokens is not None:
+            yield (
+                "backbone.add_tokens gives one graft the rows of the tokens, but stages train several grafts: train "
+                "one graft with graft train, or leave add_tokens out"
+            )
         if not self.stages:
             yield "there are no stages: name at least one, with its text under data.new"
         if BACKBONE_ROW in self.stages:

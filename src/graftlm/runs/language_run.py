@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from graftlm.backbone.backbone import move
 from graftlm.config import Config
 from graftlm.data import DataConfig, Document, Mixture, SourceConfig, TokenBlocks, build_mixture
 from graftlm.data.mixture import build_blocks
-from graftlm.data.sources import read_documents, used_sources
+from graftlm.data.sources import first_texts, used_sources
 from graftlm.evaluation import Interval, Metric, Results, Row, Scores, score
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.evaluator import load_tests
@@ -231,7 +230,7 @@ class LanguageModelRun(_LanguageSettings, TrainingRun):
             return language_model.read_tokenizer(self.tokenizer.name)
         vocab_size = self.tokenizer.vocab_size
         assert vocab_size is not None, "the config was checked"
-        texts = _first_texts(self.data.train, self.tokenizer.characters)
+        texts = first_texts(self.data.train, self.tokenizer.characters)
 
         def learn(path: Path) -> None:
             language_model.train_tokenizer(texts, vocab_size).save_pretrained(path)
@@ -351,15 +350,3 @@ def metrics_by_length(values: Mapping[str, Mapping[int, Interval]], trained: int
             for length, value in by_length.items():
                 metrics[f"bpb_{name}_at_{length}"] = value
     return metrics
-
-
-def _first_texts(sources: Sequence[SourceConfig], characters: int) -> Iterator[str]:
-    """Yield the first texts of every source: the same number of characters of each, `characters` in all."""
-    share = math.ceil(characters / len(sources))
-    for source in sources:
-        remaining = share
-        for document in read_documents(source):
-            yield document.full_text[:remaining]
-            remaining -= len(document.full_text)
-            if remaining <= 0:
-                break

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 from graftlm.backbone import Backbone
-from graftlm.backbone.load import BackboneConfig
+from graftlm.backbone.load import BackboneConfig, LearnedTokensConfig
 from graftlm.data import DataConfig, Mixture
+from graftlm.data.learned_tokens import learn_tokens
 from graftlm.data.own_text import read_own_text
+from graftlm.data.sources import first_texts
 from graftlm.data.text_sets import TextSets
 from graftlm.evaluation.benchmarks import Benchmark, HarnessTaskConfig, load_benchmarks
 from graftlm.evaluation.benchmarks.result import read_results
@@ -51,8 +53,31 @@ def load_shared_benchmarks(
 
 
 @lru_cache(maxsize=2)
+def load_shared_extended(backbone: BackboneConfig, new: str) -> Backbone:
+    """Return a loaded backbone with its added tokens, which the runs of one process share; the last two are kept.
+
+    Args:
+        backbone: the config of the backbone, which shares its model with that of `load_shared`.
+        new: a `DataConfig` as JSON, from whose new texts tokens are learned; empty if none are.
+
+    Raises:
+        GraftError: see `load_backbone` and `Backbone.with_tokens`; or the new texts can't be read.
+    """
+    loaded = load_shared(backbone.without_tokens)
+    tokens = backbone.add_tokens
+    if tokens is None:
+        return loaded
+    if not isinstance(tokens, LearnedTokensConfig):
+        return loaded.with_tokens(tokens)
+    sources = DataConfig.model_validate_json(new).new
+    texts = first_texts(sources, tokens.characters)
+    return loaded.with_tokens(learn_tokens(loaded.need_tokenizer(), texts, tokens.learn, name=loaded.name))
+
+
+@lru_cache(maxsize=2)
 def load_shared_evaluator(
     backbone: BackboneConfig,
+    new: str,
     tests: str,
     evaluation: str,
     length: int,
@@ -64,6 +89,7 @@ def load_shared_evaluator(
 
     Args:
         backbone: the config of the backbone.
+        new: see `load_shared_extended`.
         tests: a `DataConfig` as JSON; only its test section is used.
         evaluation: an `EvaluationConfig` as JSON.
         length: tokens per window.
@@ -80,7 +106,7 @@ def load_shared_evaluator(
     benchmarks = load_shared_benchmarks(tuple(settings.benchmarks()), settings.confirm_unsafe_code)
     bare = None if bare_results is None else read_results(bare_results)
     return BackboneEvaluator(
-        load_shared(backbone),
+        load_shared_extended(backbone, new),
         load_tests(sources),
         settings,
         length,
@@ -112,6 +138,7 @@ def shared_batches(key: BatchesKey, build: Callable[[], Mixture]) -> Mixture:
 def release_shared() -> None:
     """Free everything that the runs of this process share."""
     load_shared.cache_clear()
+    load_shared_extended.cache_clear()
     load_shared_evaluator.cache_clear()
     load_shared_benchmarks.cache_clear()
     _BATCHES.clear()

@@ -73,6 +73,8 @@ class TaskRecipe(_TaskSettings):
     out: str = Field("runs/tasks", description="Folder for the graft, its report and the checkpoints.")
 
     def _problems(self) -> Iterator[str]:
+        if self.backbone.add_tokens is not None:
+            yield "backbone.add_tokens is for models that continue text, but the recipe has tasks: leave it out"
         if self.training.epochs is not None:
             yield "batches of tasks have no passes to count in training.epochs: set training.steps instead"
         for name in self.tasks:

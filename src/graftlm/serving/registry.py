@@ -90,6 +90,12 @@ class ModelRegistry:
                     f"{name} is of type {type(graft).__name__}, but a graft is expected: pass one, such as the result "
                     "of load_graft."
                 )
+            if graft.token_rows is not None:
+                raise GraftError(
+                    f"The graft {name} has rows of added tokens, but all models of a server share the backbone's "
+                    "vocabulary: write backbone and graft as one model (graft export) and serve that as a backbone, or "
+                    "use the graft with graft generate."
+                )
             if self.shares_batches and not supports_row_groups(graft):
                 raise GraftError(
                     f"The graft {name} replaces or adds modules of the model, so that it would act on the requests of "

@@ -26,10 +26,20 @@ from graftlm.files.hub import fetch_folder, holds
 from graftlm.files.model_files import names_gguf_file
 from graftlm.files.writing import staged_folder
 from graftlm.grafts import Graft, GraftConfig, HasTensors, ReadsModels, build_graft, graft_config
-from graftlm.grafts.base import check_tensors
+from graftlm.grafts.base import ROWS_NAME, check_tensors
 from graftlm.store.card import model_card
-from graftlm.store.manifest import CARD_NAME, JSON_NAME, TENSORS_NAME, BackboneRecord, Manifest, read_manifest
+from graftlm.store.manifest import (
+    CARD_NAME,
+    JSON_NAME,
+    TENSORS_NAME,
+    AddedTokensRecord,
+    BackboneRecord,
+    Manifest,
+    read_manifest,
+)
 from graftlm.version import __version__
+
+_ROWS_PREFIX = f"{ROWS_NAME}."
 
 
 def save_graft(
@@ -103,6 +113,7 @@ def _manifest_of(
         tensors=len(tensors),
         parameters=sum(tensor.numel() for tensor in tensors.values()),
         training=dict(training),
+        added_tokens=AddedTokensRecord.of(backbone),
     )
 
 
@@ -127,7 +138,7 @@ def _check_target(folder: Path) -> None:
 def _write_files(folder: Path, tensors: Mapping[str, Tensor], manifest: Manifest, card: str) -> None:
     metadata = {"format": "pt", "kind": manifest.kind}
     save_file(dict(tensors), folder / TENSORS_NAME, metadata=metadata)
-    text = json.dumps(manifest.model_dump(mode="json"), indent=2) + "\n"
+    text = json.dumps(manifest.to_json(), indent=2) + "\n"
     (folder / JSON_NAME).write_text(text, encoding="utf-8")
     shutil.copymode(folder / JSON_NAME, folder / TENSORS_NAME)  # safetensors gives no read permission to others.
     (folder / CARD_NAME).write_text(card, encoding="utf-8")
@@ -162,8 +173,8 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
         The graft in eval mode. It is built for `backbone` and not attached to it.
 
     Raises:
-        WrongBackboneError: the graft was trained on another backbone, or with other frozen models than those that its
-            config names now.
+        WrongBackboneError: the graft was trained on another backbone, with other added tokens, or with other frozen
+            models than those that its config names now.
         ArtifactError: the folder is damaged or is not a graft, or a change gives the tensors other shapes.
         BackboneError: `backbone` is not a `Backbone`, or another model that the graft reads can't be loaded.
         RecipeError: a change does not fit the config.
@@ -175,6 +186,7 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
             f"The graft {folder} was trained on {manifest.backbone.name}, but {backbone.name} was given and "
             f"{difference}: pass the backbone that it was trained on."
         )
+    manifest.check_added_tokens(folder, backbone)
     config = manifest.graft_config()
     if changes:
         config = _changed_config(config, changes)
@@ -220,7 +232,12 @@ def _check_frozen_models(graft: Graft, manifest: Manifest, folder: str | Path) -
 
 def _load_tensors(graft: Graft, tensors: dict[str, Tensor]) -> None:
     if isinstance(graft, HasTensors):
-        graft.load_tensors(tensors)
+        rows = _row_tensors(graft)
+        check_tensors(rows, {name: tensor for name, tensor in tensors.items() if name.startswith(_ROWS_PREFIX)})
+        for name, tensor in rows.items():
+            tensor.copy_(tensors[name])
+        own = graft.tensors()
+        graft.load_tensors({name: tensor for name, tensor in tensors.items() if name in own or name not in rows})
         return
     check_tensors(graft.state_dict(), tensors)
     graft.load_state_dict(tensors)
@@ -261,8 +278,14 @@ def load_grafts(folder: str | Path, backbone: Backbone, changes: Sequence[str] =
 def graft_tensors(graft: Graft) -> dict[str, Tensor]:
     """Return the tensors of a graft that `save_graft` writes, by name."""
     if isinstance(graft, HasTensors):
-        return graft.tensors()
+        return {**graft.tensors(), **_row_tensors(graft)}
     return dict(graft.state_dict())
+
+
+def _row_tensors(graft: Graft) -> dict[str, Tensor]:
+    """Return the rows of added tokens by their names in a graft's file; none without added tokens."""
+    rows = graft.token_rows
+    return {} if rows is None else dict(rows.state_dict(prefix=_ROWS_PREFIX))
 
 
 def _frozen_models(graft: Graft) -> Mapping[str, Backbone]:
@@ -280,7 +303,7 @@ def backbone_of(
     dtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> Backbone:
-    """Load the backbone that a graft was trained on, with the head that the graft records.
+    """Load the backbone that a graft was trained on, with the head and the added tokens that the graft records.
 
     Args:
         folder: the graft's folder. If it is a model instead, this model is loaded as a causal language model.
@@ -297,9 +320,9 @@ def backbone_of(
     recorded_name = str(folder)
     kind: BackboneKind = "causal-lm"
     family = None
-    is_graft = not is_model(folder)
-    if is_graft:
-        record = read_manifest(folder).backbone
+    manifest = None if is_model(folder) else read_manifest(folder)
+    if manifest is not None:
+        record = manifest.backbone
         recorded_name = record.name
         kind = record.kind
         family = record.family
@@ -308,14 +331,14 @@ def backbone_of(
             name or recorded_name, kind=kind, dtype=dtype, trust_remote_code=trust_remote_code, family=family
         )
     except BackboneError as error:
-        if name is not None or not is_graft:
+        if name is not None or manifest is None:
             raise
         reason = str(error).rstrip(".")
         raise BackboneError(
             f"{reason}; the graft {folder} was trained on that backbone: name its present path (--backbone)."
         ) from error
     backbone.move(device)
-    return backbone
+    return backbone if manifest is None else manifest.added_to(backbone)
 
 
 def backbone_name(folder: str | Path, name: str | Path | None = None) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from pydantic import Field, JsonValue
 
-from graftlm.backbone import Backbone, BackboneKind, Fingerprint
+from graftlm.backbone import AddedTokens, Backbone, BackboneKind, Fingerprint
 from graftlm.backbone.families import user_row
 from graftlm.config import Config
-from graftlm.errors import ArtifactError, RecipeError, shorten
+from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError, shorten
 from graftlm.files.hub import fetch_folder
 from graftlm.files.model_files import lasting_name
 from graftlm.grafts import GraftConfig, graft_config
@@ -70,6 +70,30 @@ class BackboneRecord(Config):
         return None
 
 
+class AddedTokensRecord(Config):
+    """The tokens that were added to the backbone's tokenizer.
+
+    Args:
+        texts: the tokens in the order of their ids.
+        merges: the merges that make them, if they were learned.
+    """
+
+    texts: list[str]
+    merges: list[tuple[str, str]] = []
+
+    @classmethod
+    def of(cls, backbone: Backbone) -> AddedTokensRecord | None:
+        """Create the record of a backbone's added tokens; None without any."""
+        if backbone.extended is None:
+            return None
+        added = backbone.extended.added
+        return cls(texts=list(added.texts), merges=list(added.merges))
+
+    def tokens(self) -> AddedTokens:
+        """Return the tokens as `Backbone.with_tokens` takes them."""
+        return AddedTokens(tuple(self.texts), tuple(self.merges))
+
+
 class Manifest(Config):
     """Content of `graft.json`.
 
@@ -83,6 +107,7 @@ class Manifest(Config):
         tensors: number of tensors in `graft.safetensors`.
         parameters: number of elements of these tensors.
         training: summary of the training run; empty if none was given.
+        added_tokens: the tokens that were added to the backbone's tokenizer; None without any.
     """
 
     format: int = FORMAT
@@ -94,6 +119,44 @@ class Manifest(Config):
     tensors: int
     parameters: int
     training: dict[str, JsonValue] = Field(default_factory=dict)
+    added_tokens: AddedTokensRecord | None = None
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """Return the content of the file, without `added_tokens` if there are none."""
+        return self.model_dump(mode="json", exclude={"added_tokens"} if self.added_tokens is None else None)
+
+    def added_to(self, backbone: Backbone) -> Backbone:
+        """Return a backbone with the graft's added tokens; the backbone itself without any.
+
+        Raises:
+            BackboneError: a token can't be added.
+        """
+        return backbone if self.added_tokens is None else backbone.with_tokens(self.added_tokens.tokens())
+
+    def check_added_tokens(self, folder: str | Path, backbone: Backbone) -> None:
+        """Check that a backbone has the graft's added tokens, and no others.
+
+        Args:
+            folder: the graft's folder, for the message.
+            backbone: the backbone.
+
+        Raises:
+            WrongBackboneError: it has others.
+        """
+        own = None if self.added_tokens is None else self.added_tokens.tokens()
+        given = None if backbone.extended is None else backbone.extended.added
+        if own == given:
+            return
+        if own is None:
+            raise WrongBackboneError(
+                f"The graft {folder} has no added tokens, but the backbone {backbone.name} has: pass "
+                "backbone.without_tokens."
+            )
+        raise WrongBackboneError(
+            f"The graft {folder} was trained with {len(own.texts):,} added tokens, such as {shorten(own.texts[0])!r}, "
+            f"but here the backbone {backbone.name} has others or none: use graft generate, chat, eval or export (a "
+            "server takes the exported model), or load the backbone in Python with backbone_of(FOLDER)."
+        )
 
     @property
     def trained_after(self) -> list[str]:

@@ -46,6 +46,7 @@ class Composition(Graft, ReadsModels, HasSizes):
     """
 
     Config: ClassVar[type[GraftConfig]] = CompositionConfig
+    accepts_added_tokens: ClassVar[bool] = False
     has_decode_state = True
     label = "composition"
     observed_place = "pair"

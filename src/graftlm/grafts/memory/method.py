@@ -201,6 +201,7 @@ class WindowedMemory(Graft):
     """
 
     Config: ClassVar[type[GraftConfig]] = MemoryConfig
+    accepts_added_tokens: ClassVar[bool] = False
     has_decode_state = True
     label = "memory"
     config: MemoryConfig

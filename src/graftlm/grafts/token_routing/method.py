@@ -90,6 +90,7 @@ class TokenRouting(
     """
 
     Config: ClassVar[type[GraftConfig]] = TokenRoutingConfig
+    accepts_added_tokens: ClassVar[bool] = False
     has_decode_state = True
     label = "token routing"
     several_adapters: ClassVar[str] = (
