@@ -143,7 +143,7 @@ def _export_file(graft: Path, to: Path, changes: Sequence[str], source: _Source,
     if is_model(graft):
         _check_model_alone(graft, changes, source)
         return export_model_gguf(source.load(graft), to, weight_type=gguf_type)
-    read_manifest(graft).check_alone(graft, "an export")
+    read_manifest(graft).check_alone(graft, "a GGUF file")
     loaded = source.load(graft)
     return export_gguf(load_graft(graft, loaded, changes), loaded, to, weight_type=gguf_type)
 
@@ -168,17 +168,22 @@ def _export_one(
     from graftlm.export import check_model, export_graft, export_model, export_peft
     from graftlm.store.artifact import is_model, load_graft
     from graftlm.store.manifest import read_manifest
+    from graftlm.store.stages import load_model_of
 
     is_graft = not is_model(graft)
     if is_graft:
-        read_manifest(graft).check_alone(graft, "an export")
+        if to_peft or changes:
+            read_manifest(graft).check_alone(graft, "--to-peft" if to_peft else "--set")
     else:
         _check_model_alone(graft, changes, source, to_peft=to_peft)
         check_model(str(graft), trust_remote_code=source.trust_remote_code)
     loaded = source.load(graft)
     if not is_graft:
         return export_model(loaded, to, target=source.target)
-    own = load_graft(graft, loaded, changes)
+    if to_peft or changes:
+        own = load_graft(graft, loaded, changes)
+    else:
+        own = load_model_of(graft, loaded)
     if to_peft:
         return export_peft(own, loaded, to)
     return export_graft(own, loaded, to, target=source.target)
@@ -216,7 +221,8 @@ def named_grafts(texts: Sequence[str]) -> dict[str, Path]:
     Raises:
         GraftError: two folders have the same name.
     """
-    from graftlm.store.names import graft_in, name_of
+    from graftlm.store.names import name_of
+    from graftlm.store.stages import chosen_graft
 
     folders: dict[str, Path] = {}
     for text in texts:
@@ -228,7 +234,7 @@ def named_grafts(texts: Sequence[str]) -> dict[str, Path]:
                 f"Both {folders[name]} and {folder} have the name {name}: give one another name, as in "
                 f"{name}2={folder}."
             )
-        folders[name] = graft_in(Path(folder))
+        folders[name] = chosen_graft(Path(folder))
     return folders
 
 

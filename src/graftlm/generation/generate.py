@@ -38,6 +38,7 @@ from graftlm.generation.sums import read_summands, sum_of_grafts
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafted.traces import trace_values
 from graftlm.store.artifact import backbone_name, backbone_of, is_model, load_grafts
+from graftlm.store.stages import chosen_graft
 
 HELP = (
     "Type a message. /reset starts a new conversation, /system TEXT sets the system message, /exit or Ctrl-D quits.\n"
@@ -211,6 +212,8 @@ def load_model(
     summands = read_summands(folder)
     if summands:
         folder = next(iter(summands))
+    elif Path(folder).is_dir() and not is_model(folder):
+        folder = chosen_graft(Path(folder))
     if chat:
         name = backbone_name(folder, backbone)
         if has_chat_template(name, trust_remote_code=trust_remote_code) is False:

@@ -15,7 +15,8 @@ from graftlm.grafts.low_rank_taps import LowRankTaps
 from graftlm.grafts.sums import read_sum
 from graftlm.store.artifact import is_model, load_graft
 from graftlm.store.manifest import JSON_NAME, read_manifest
-from graftlm.store.names import graft_in, name_of
+from graftlm.store.names import name_of
+from graftlm.store.stages import chosen_graft
 
 
 def read_summands(text: str | Path) -> dict[Path, float]:
@@ -35,7 +36,7 @@ def read_summands(text: str | Path) -> dict[Path, float]:
         return {}
     weights: dict[Path, float] = {}
     for name, weight in read_sum(text).items():
-        folder = graft_in(Path(name))
+        folder = chosen_graft(Path(name))
         if folder in weights:
             raise GraftError(f"The sum {text} names the graft {folder} twice: add up its weights.")
         weights[folder] = weight

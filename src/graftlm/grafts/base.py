@@ -112,7 +112,7 @@ class Graft(nn.Module):
     observed_place: ClassVar[str] = "layer"
     has_decode_state: ClassVar[bool] = False
     served_in_bfloat16: ClassVar[bool] = False
-    takes_weight: ClassVar[bool] = False
+    takes_weight: bool = False
     config: GraftConfig
     _fingerprint: Fingerprint | None = None  # fingerprint of the backbone that was passed to `build_graft`
 
