@@ -41,6 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 with its own period": ("gemma3", {"layer_types": None, "num_hidden_layers": 7}),
 }
 BLANK = "\u2581"
+TEMPLATE = "{% for message in messages %}{{ message.content }}<mask>{% endfor %}"
 
 
 def backbone_of(family: str, tokenizer: Any = None, **changes: Any) -> Backbone:
@@ -77,7 +78,7 @@ def test_the_loaded_file_has_the_logits_of_the_grafted_model(case: str, tmp_path
     "config",
     [
         {"kind": "finetune"},
-        {"kind": "llama-pro", "groups": 2},
+        {"kind": "llama-pro", "blocks": 1},
         {"kind": "peft", "method": "OFT", "options": {"oft_block_size": 8, "r": 0}},
     ],
     ids=lambda config: config["kind"],
@@ -121,8 +122,8 @@ def test_matrices_are_rounded_to_the_type(weight_type: Any, number: int, tmp_pat
     assert 0 < (weight - found).abs().max() < 0.01
 
 
-def test_the_dtype_of_the_backbone_is_kept(tmp_path: Path) -> None:
-    backbone = Backbone.wrap(tiny_model("qwen3").bfloat16(), tiny_tokenizer(), "tiny")
+def test_the_dtype_of_the_backbone_is_kept(tiny_backbone: Any, tmp_path: Path) -> None:
+    backbone = load_backbone(tiny_backbone("qwen3"), dtype="bfloat16")
     graft, _ = trained(backbone, LORA)
     file = export_gguf(graft, backbone, tmp_path / "model.gguf")
     assert fact(file, "general.file_type") == 32
@@ -130,14 +131,14 @@ def test_the_dtype_of_the_backbone_is_kept(tmp_path: Path) -> None:
 
 def test_a_file_of_a_file_has_its_tokenizer_to_the_byte(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.chat_template = TEMPLATE
     first = export_model_gguf(backbone_of("llama", tokenizer), tmp_path / "first.gguf")
     backbone = load_backbone(first)
     graft, expected = trained(backbone, LORA)
     second = export_gguf(graft, backbone, tmp_path / "second.gguf")
     facts = read_values(first, "tokenizer.")
     assert read_values(second, "tokenizer.") == facts
-    assert facts["tokenizer.chat_template"].value == b"{{ messages[0].content }}"
+    assert facts["tokenizer.chat_template"].value == TEMPLATE.encode()
     assert facts["tokenizer.ggml.pre"].value == b"gpt-2"
     torch.testing.assert_close(logits(load_backbone(second).model, tiny_ids()), expected, rtol=1e-4, atol=1e-4)
 

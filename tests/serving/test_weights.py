@@ -28,15 +28,27 @@ from graftlm.serving.service import open_service
 from graftlm.store.artifact import save_graft
 from laws.examples import EXAMPLES
 from serving.engines import backbone, complete, prompt, trained
+from tiny import tiny_model, tiny_tokenizer
 
 LENGTH = 9
-KINDS = ("neutral-residues", "adapter", "token-routing", "lora")
+KINDS = ("neutral-residues", "token-routing", "lora")
+
+
+@functools.cache
+def raw(kind: str, seed: int = 1) -> Graft:
+    """A random graft, made before an engine owns the backbone."""
+    return trained("llama", EXAMPLES[kind][2 if kind == "composition" else 0], seed)
 
 
 @functools.cache
 def graft(kind: str, seed: int = 1) -> Graft:
-    made = trained("llama", EXAMPLES[kind][0], seed)
+    made = raw(kind, seed)
     return (LowRankTaps.of(made, backbone("llama")) or made).double()
+
+
+def host() -> Backbone:
+    """An equal backbone, which an engine may own."""
+    return Backbone.wrap(tiny_model("llama").double(), tiny_tokenizer(), "llama")
 
 
 @contextmanager
@@ -51,37 +63,37 @@ def added(model: nn.Module, path: str, function: object) -> Iterator[None]:
         handle.remove()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def last_logits(ids: Sequence[int], weights: Mapping[str, float], grafts: Mapping[str, Graft]) -> Tensor:
     with GraftedModel(backbone("llama"), grafts, weights=weights) as model:
         return model.eval()(input_ids=torch.tensor([ids])).logits[0, -1]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def test_the_weight_of_lora_scales_its_change_of_the_weights() -> None:
     """Literally: W + w B A."""
-    host = backbone("llama")
-    lora = trained("llama", EXAMPLES["lora"][0])
+    bare = backbone("llama")
+    lora = raw("lora")
     assert isinstance(lora, ExportsLowRank)
-    updates = lora.low_rank_updates(host)
+    updates = lora.low_rank_updates(bare)
     ids = prompt(LENGTH)
     found = last_logits(ids, {"a": -0.7}, {"a": graft("lora")})
-    before = {path: host.model.get_submodule(path).weight.data.clone() for path in updates}
+    before = {path: bare.model.get_submodule(path).weight.data.clone() for path in updates}
     try:
         for path, update in updates.items():
-            host.model.get_submodule(path).weight.data -= 0.7 * (update.b.double() @ update.a.double())
-        expected = host.model(torch.tensor([ids])).logits[0, -1]
+            bare.model.get_submodule(path).weight.data -= 0.7 * (update.b.double() @ update.a.double())
+        expected = bare.model(torch.tensor([ids])).logits[0, -1]
     finally:
         for path, weight in before.items():
-            host.model.get_submodule(path).weight.data = weight
+            bare.model.get_submodule(path).weight.data = weight
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    assert (found - host.model(torch.tensor([ids])).logits[0, -1]).abs().max() > 1e-2
+    assert (found - bare.model(torch.tensor([ids])).logits[0, -1]).abs().max() > 1e-2
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def test_the_weight_of_a_block_scales_its_output() -> None:
     """Literally: FFN(x) + 0.7 g(w . x + b) W_o (act(W_g x) * W_i x) in each layer."""
-    host, neutral = backbone("llama"), graft("neutral-residues")
+    bare, neutral = backbone("llama"), graft("neutral-residues")
     ids = prompt(LENGTH)
     found = last_logits(ids, {"a": 0.7}, {"a": neutral})
 
@@ -90,9 +102,9 @@ def test_the_weight_of_a_block_scales_its_output() -> None:
         gate = own.gate(x).relu()
         return 0.7 * gate * own.w_o(nn.functional.silu(own.w_g(x)) * own.w_i(x))
 
-    hooks = [added(host.model, f"model.layers.{layer}.mlp", functools.partial(block, layer)) for layer in range(2)]
+    hooks = [added(bare.model, f"model.layers.{layer}.mlp", functools.partial(block, layer)) for layer in range(2)]
     with hooks[0], hooks[1]:
-        expected = host.model(torch.tensor([ids])).logits[0, -1]
+        expected = bare.model(torch.tensor([ids])).logits[0, -1]
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert (found - last_logits(ids, {}, {"a": neutral})).abs().max() > 1e-4
 
@@ -153,10 +165,9 @@ def test_a_sum_may_have_any_finite_weights() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[BatchingEngine]:
-    raw = trained("llama", EXAMPLES["lora"][0])
-    grafts = {"da": graft("neutral-residues"), "law": graft("neutral-residues", 2), "lora": raw}
-    grafts["two"] = trained("llama", EXAMPLES["composition"][2])
-    built = BatchingEngine(backbone("llama"), grafts, "llama", EngineLimits(batch_size=8))
+    grafts = {"da": graft("neutral-residues"), "law": graft("neutral-residues", 2), "lora": raw("lora")}
+    grafts["two"] = raw("composition")
+    built = BatchingEngine(host(), grafts, "llama", EngineLimits(batch_size=8))
     yield built
     built.close(0)
 
@@ -195,11 +206,11 @@ def test_a_model_that_cannot_be_weighted_is_named(
 
 def test_a_name_with_a_colon_is_refused(engine: BatchingEngine) -> None:
     with pytest.raises(GraftError):
-        engine.replace("da:0.5", graft("adapter"))
+        engine.replace("da:0.5", graft("lora"))
 
 
 def test_a_response_has_the_weights(tmp_path: Path) -> None:
-    single = Backbone.wrap(backbone("llama").model, backbone("llama").tokenizer, "llama")
+    single = host()
     for name, seed in (("da", 1), ("law", 2)):
         save_graft(graft("neutral-residues", seed), single, tmp_path / name)
     service = open_service(single, folder=tmp_path, name="llama")
@@ -226,16 +237,16 @@ def test_folders_with_weights_are_generated_from(tmp_path: Path, tiny_backbone: 
     from graftlm.backbone import load_backbone
     from graftlm.testing import attach_graft, randomise
 
-    host = load_backbone(tiny_backbone("llama"))  # type: ignore[operator]
+    base = load_backbone(tiny_backbone("llama"))  # type: ignore[operator]
     saved: dict[str, Graft] = {}
     for name, kind in (("da", "lora"), ("law", "lora"), ("res", "neutral-residues")):
-        with randomise(attach_graft(host, dict(EXAMPLES[kind][0].config) | {"kind": kind}).eval(), 0.2) as model:
+        with randomise(attach_graft(base, dict(EXAMPLES[kind][0].config) | {"kind": kind}).eval(), 0.2) as model:
             saved[name] = model.grafts["graft"]  # type: ignore[assignment]
-        save_graft(saved[name], host, tmp_path / name / "graft")
+        save_graft(saved[name], base, tmp_path / name / "graft")
     text = f"{tmp_path}/da:0.7+{tmp_path}/law/graft:0.3+{tmp_path}/res"
     summands = read_summands(text)
     assert list(summands.values()) == [0.7, 0.3, 1.0]
-    with sum_of_grafts(summands, host) as model:
+    with sum_of_grafts(summands, base) as model:
         assert model.weights == {"da": 0.7, "law": 0.3, "res": 1.0}
     outcome = invoke("generate", text, "the fox", "--max-new-tokens", "2", "--trace", "--json")
     assert '"weights"' in outcome.out, outcome.err
@@ -244,7 +255,7 @@ def test_folders_with_weights_are_generated_from(tmp_path: Path, tiny_backbone: 
 
 
 def test_a_graft_that_replaces_the_weights_takes_no_weight() -> None:
-    tuned = trained("llama", EXAMPLES["finetune"][0])
+    tuned = raw("finetune")
     with pytest.raises(GraftError) as error:
         GraftedModel(backbone("llama"), {"tuned": tuned}, weights={"tuned": 0.5})
     assert "finetune" in str(error.value)

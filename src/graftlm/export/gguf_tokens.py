@@ -52,10 +52,10 @@ _BLANK = "\u2581"
 _NO_SCORE = -1e9
 PROBES = (
     "The harbour of Vall has 12 cranes, 1234567 crates; it's THE keeper's, they'LL say!",
-    "  two blanks\n\n\tdef sail(boat):\r\n    return boat_name   # 3.14 + x_1 == y!\n",
+    "two  blanks\n\n\tdef sail(boat):\r\n    return boat_name   # 3.14 + x_1 == y!\n",
     "Grüße aus Århus, žltý kôň; 東京の港 8番 안녕하세요 Привет мир مرحبا \u00a0 🙂👍🏽",
 )
-"""Texts by which splits and tokenizers are compared."""
+"""Texts by which tokenizers are compared. None begins with a blank, before which some put another one, some not."""
 
 
 class _Merge(NamedTuple):
@@ -77,12 +77,17 @@ def token_facts(backbone: Backbone) -> dict[str, Value]:
         raise ArtifactError(
             "The backbone has no tokenizer, which a GGUF file contains: load a model with its tokenizer."
         )
-    copied = _source_facts(backbone.name, tokenizer)
-    return copied or _facts_of(tokenizer, backbone.config.get_text_config().vocab_size)
+    rows = backbone.config.get_text_config().vocab_size
+    return _source_facts(backbone.name, rows) or _facts_of(tokenizer, rows)
 
 
-def _source_facts(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Value]:
-    """Return the facts of the file from which a tokenizer was loaded; none if there is none, or it has changed."""
+def _source_facts(name: str, rows: int) -> dict[str, Value]:
+    """Return the facts of the file from which a tokenizer was loaded; none without one, or if tokens were added.
+
+    Args:
+        name: name of the backbone.
+        rows: number of rows of the token embeddings.
+    """
     if not names_gguf_file(name):
         return {}
     try:
@@ -92,7 +97,7 @@ def _source_facts(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Va
     facts = read_values(Path(path), PREFIX)
     tokens = facts["tokenizer.ggml.tokens"].value
     assert isinstance(tokens, list)
-    return facts if len(tokens) == len(tokenizer) else {}
+    return facts if len(tokens) == rows else {}
 
 
 def _facts_of(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]:
@@ -179,10 +184,11 @@ def _merge(merge: str | Sequence[str]) -> _Merge:
 
 def _split_of(backend: Tokenizer, *, ignores_merges: bool) -> str:
     """Return the name of the way in which a tokenizer splits text."""
-    pieces = [backend.pre_tokenizer.pre_tokenize_str(text) for text in PROBES]
+    texts = [*PROBES, "  two blanks"]
+    pieces = [backend.pre_tokenizer.pre_tokenize_str(text) for text in texts]
     for name, ignored in _SPLITS.items():
         split = named_split(name)
-        if ignored == ignores_merges and [split.pre_tokenize_str(text) for text in PROBES] == pieces:
+        if ignored == ignores_merges and [split.pre_tokenize_str(text) for text in texts] == pieces:
             return name
     raise _refused("it splits text in a way that none of llama.cpp's names stands for")
 
