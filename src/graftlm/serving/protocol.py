@@ -377,15 +377,15 @@ def check_model(names: Sequence[str], model: str) -> dict[str, float]:
     """
     if model in names:
         return {model: 1.0}
-    try:
-        weights = read_sum(model)
-    except GraftError as error:
-        raise ServingError(str(error), "model") from None
-    unknown = [name for name in weights if name not in names]
+    terms = [part.rpartition(":") for part in model.split("+")]
+    unknown = [name for name in (head if colon else tail for head, colon, tail in terms) if name not in names]
     if unknown:
         mixtures = ", or grafts joined by +" if len(names) > 2 else ""
         raise UnknownModelError(f"There is no model {unknown[0][:100]!r}: use one of {', '.join(names)}{mixtures}.")
-    return weights
+    try:
+        return read_sum(model)
+    except GraftError as error:
+        raise ServingError(str(error), "model") from None
 
 
 def check_prompt(prompt: Sequence[int], vocabulary: int, param: str = "prompt") -> None:

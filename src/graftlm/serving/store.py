@@ -188,7 +188,7 @@ class GraftStore:
         try:
             watched.members = tuple(members_of(watched.folder))
             signature = _signature_of(watched)
-            graft, entry = self._load(name, watched)
+            graft, entry = self._load(name, watched.folder)
             if _signature_of(watched) != signature:
                 return None  # the files changed during loading; the next check loads them again
             replace(name, graft)
@@ -218,11 +218,11 @@ class GraftStore:
             LOG.warning("graft %s: %s%s", name, problem.rstrip("."), consequence)
         self._problems[name] = problem
 
-    def _load(self, name: str, watched: WatchedFolder) -> tuple[Graft, StoredGraft]:
+    def _load(self, name: str, folder: Path) -> tuple[Graft, StoredGraft]:
         """Load a graft from a copy of its files, which later changes of the files don't affect."""
-        folder = watched.folder
         with tempfile.TemporaryDirectory(prefix="graftlm-") as scratch:
-            copies = [_copy_files(one, Path(scratch)) for one in (*watched.members, folder)]
+            originals = [*members_of(folder), folder]
+            copies = [_copy_files(original, Path(scratch)) for original in originals]
             copy = copies[-1]
             try:
                 manifest = read_manifest(copy)
@@ -233,8 +233,8 @@ class GraftStore:
                     _halve(graft)
             except GraftError as error:
                 message = str(error)
-                for one, original in zip(copies, (*watched.members, folder), strict=True):
-                    message = message.replace(str(one), str(original))
+                for copied, original in zip(copies, originals, strict=True):
+                    message = message.replace(str(copied), str(original))
                 raise ArtifactError(message) from None
         entry = StoredGraft(
             name=name,
