@@ -136,7 +136,9 @@ def serve(
         from graftlm.serving.backbones import load_backbones, name_models
         from graftlm.serving.protocol import EngineLimits
         from graftlm.serving.service import open_service
+        from graftlm.store.stages import chosen_graft
 
+        folders = {graft: chosen_graft(folder) for graft, folder in folders.items()}
         models = name_models((name or own_name, model) for own_name, model in pairs)
         backbones = load_backbones(
             models,

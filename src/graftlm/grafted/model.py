@@ -43,6 +43,7 @@ from graftlm.grafted.losses import (
 from graftlm.grafted.traces import cache_traces, forward_traces
 from graftlm.grafted.trainer_support import TrainerSupport, is_frozen
 from graftlm.grafts.base import Graft, HasHeads, ReplacesModel, Trace
+from graftlm.grafts.sums import check_weight, weighted_taps
 
 
 @dataclass
@@ -93,19 +94,21 @@ class GraftedModel(TrainerSupport):
             each token by its probability.
         anchor: weight of the divergence KL(bare backbone || model) at each token of other training rows, which is added
             to their loss and needs a pass of the bare backbone.
+        weights: weights of grafts by name, by which what they add is multiplied; 1 for others.
 
     Attributes:
         backbone: the backbone.
         model: the live model, which may be a copy of the backbone's model.
         grafts: the grafts by name.
+        weights: weights of the grafts that were given one, by name.
         compiles_decoding: whether `generate` compiles its steps; None does so on accelerators.
 
     Raises:
         TapConflictError: two grafts replace the same activation or can't change the model together, the backbone has
             other grafts or a PEFT adapter already, or not exactly one graft has the rows of its added tokens.
         TapError: a graft has a tap that the backbone does not support.
-        GraftError: the grafts are not a dict of grafts, a name can't be that of a submodule, or the objective is
-            unknown.
+        GraftError: the grafts are not a dict of grafts, a name can't be that of a submodule, the objective is unknown,
+            or a weight is 0, not finite, or of a kind of graft that takes none.
         BackboneError: the backbone is not a `Backbone`, or a graft that changes or copies it can't do so, for example
             because its weights are quantized.
         WrongBackboneError: a graft was built for another backbone, or for other added tokens than the backbone has.
@@ -133,11 +136,14 @@ class GraftedModel(TrainerSupport):
         old_objective: OldObjective = "replay",
         new_objective: NewObjective = "cross-entropy",
         anchor: float = 0.0,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         nn.Module.__init__(self)  # PreTrainedModel.__init__ would change the backbone's config.
         grafts = {} if grafts is None else grafts
         _check_grafts(need_backbone(backbone), grafts)
         objectives = Objectives(old_objective, new_objective, anchor)
+        for name, weight in (weights or {}).items():
+            check_weight(name, grafts[name], weight)
         if backbone.model in self._with_grafts:
             raise TapConflictError(
                 f"The backbone {backbone.name} is part of another GraftedModel, whose grafts would act below the new "
@@ -149,6 +155,7 @@ class GraftedModel(TrainerSupport):
         self.grafts = nn.ModuleDict(dict(grafts))
         self._by_name = dict(grafts)
         self._objectives = objectives
+        self.weights = dict(weights or {})
         self._replacing: list[ReplacesModel] = []
         self._backbone_state = BackboneState(backbone.model)
         backbone.model.requires_grad_(False).eval()
@@ -210,10 +217,15 @@ class GraftedModel(TrainerSupport):
 
     def _all_taps(self) -> dict[str, list[Tap]]:
         """Return the taps by owner. The other grafts see embeddings with those of added tokens, and old logits."""
-        taps = {name: graft.taps() for name, graft in self._by_name.items()}
+        taps = {name: self._taps(name, graft) for name, graft in self._by_name.items()}
         for rows in self._token_rows:
             taps = {"embeddings.added": rows.input_taps(), **taps, "logits.added": rows.output_taps()}
         return taps
+
+    def _taps(self, name: str, graft: Graft) -> list[Tap]:
+        """Return the taps of a graft with its weight."""
+        weight = self.weights.get(name, 1.0)
+        return graft.taps() if weight == 1 else weighted_taps(graft, lambda _: weight)
 
     def _replace_model(self, graft: ReplacesModel) -> None:
         """Let a graft replace or change the live model."""

@@ -111,6 +111,7 @@ class Graft(nn.Module):
             the memory traffic of the graft's weights.
         accepts_added_tokens: whether the graft works on a backbone with added tokens: it looks up no ids in tables of
             the backbone's or another model's vocabulary.
+        takes_weight: whether its effect is what its taps add, so that a weight can multiply it; see `grafts.sums`.
     """
 
     Config: ClassVar[type[GraftConfig]]
@@ -119,6 +120,7 @@ class Graft(nn.Module):
     has_decode_state: ClassVar[bool] = False
     served_in_bfloat16: ClassVar[bool] = False
     accepts_added_tokens: ClassVar[bool] = True
+    takes_weight: bool = False
     config: GraftConfig
     _fingerprint: Fingerprint | None = None  # fingerprint of the backbone that was passed to `build_graft`
 

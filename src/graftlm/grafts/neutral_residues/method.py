@@ -55,6 +55,7 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter, HasSizes):
     label = "neutral residues"
     served_in_bfloat16 = True
     size_keys: ClassVar[Mapping[str, int]] = {"width": 1}
+    takes_weight = True
     config: NeutralResiduesConfig
 
     def __init__(self, config: NeutralResiduesConfig, backbone: Backbone) -> None:

@@ -92,6 +92,7 @@ class TokenRouting(
     Config: ClassVar[type[GraftConfig]] = TokenRoutingConfig
     accepts_added_tokens: ClassVar[bool] = False
     has_decode_state = True
+    takes_weight = True
     label = "token routing"
     several_adapters: ClassVar[str] = (
         "for several adapters: list each under experts, with examples of what it is for (texts or sources)"
