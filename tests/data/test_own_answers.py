@@ -147,6 +147,13 @@ def test_a_given_answer_stays_where_the_backbone_s_does_not_fit(
     assert given["content"].replace(" ", "") == found.text.replace(" ", "") == expected.replace(" ", "")
 
 
+def test_numbers_stay_in_an_answer(backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = chats(tmp_path, ("in 45 days", "in 45 days", "the moon"))
+    scripted(backbone, ["It takes 45 of them.<eos>", "It takes 54 of them.<eos>", "It is the moon.<eos>"], monkeypatch)
+    samples = rewrite_answers(backbone, RewriteConfig(), documents, 256, tmp_path / "a.jsonl", progress=False)
+    assert [sample.left_out for sample in samples] == ["", NO_NAME, ""]
+
+
 def test_conversations_with_several_answers_stay(backbone: Backbone, tmp_path: Path) -> None:
     messages = [
         {"role": "user", "content": "who?"},

@@ -375,9 +375,10 @@ class _RewritingJudge:
         given = normalized(self._documents[row].text)
         if any(_has_run(words, run) and not _has_run(given, run) for run in _MENTIONS):
             return MENTIONED
-        needed = self._names.names_in(self._documents[row].text)
-        known = set(words_of(text))
-        if any(word not in known for name in needed for word in name):
+        names = self._names.names_in(self._documents[row].text)
+        numbers = [word for word in words_of(self._documents[row].text) if any(map(str.isdigit, word))]
+        needed = {*numbers, *(word for name in names for word in name)}
+        if not needed <= set(words_of(text)):
             return NO_NAME
         chat = _with_answer(self._documents[row], text).chat
         assert chat is not None, "only conversations have prompts"
