@@ -175,9 +175,13 @@ def test_each_conversation_is_rewritten_once(
     documents = chats(tmp_path)
     answers = ["It is Tessaby.<eos>", "He is Oda 314.<eos>", "no<eos>"]
     asked = scripted(backbone, answers, monkeypatch)
-    samples = rewrite_answers(backbone, RewriteConfig(), documents, 256, tmp_path / "a.jsonl", progress=False)
-    assert len(asked) == len(samples) == 3
+    config = RewriteConfig(batch_size=1)  # of which a batch has two
+    samples = rewrite_answers(backbone, config, documents, 256, tmp_path / "a.jsonl", progress=False)
+    assert len(samples) == 3
     assert [sample.left_out for sample in samples[:2]] == ["", ""]
+    parts = [prompt.replace(" ", "") for prompt in asked]
+    assert len(parts) == 3
+    assert all(question.replace(" ", "") in part for question, part in zip(QUESTIONS, parts, strict=True))
 
 
 @pytest.mark.parametrize(
