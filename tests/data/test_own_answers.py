@@ -56,7 +56,9 @@ def test_own_answers_follow_the_new_prompts(backbone: Backbone, tmp_path: Path) 
     tokenizer = backbone.need_tokenizer()
     prompts = {f"user{question}<eos>assistant" for question in QUESTIONS}
     used = [sample for sample in samples if not sample.left_out]
-    assert sum(sample.tokens for sample in used) >= 120
+    assert 120 <= sum(sample.tokens for sample in used) < 132, "no more than the last answer needs"
+    batches = (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()[1:]
+    assert len(batches) <= 5, "several answers are sampled at once"
     asked = set()
     for sample in used:
         ((start, stop),) = sample.turns
@@ -145,6 +147,13 @@ def test_a_given_answer_stays_where_the_backbone_s_does_not_fit(
     assert given["content"].replace(" ", "") == found.text.replace(" ", "") == expected.replace(" ", "")
 
 
+def test_numbers_stay_in_an_answer(backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = chats(tmp_path, ("in 45 days", "in 45 days", "the moon"))
+    scripted(backbone, ["It takes 45 of them.<eos>", "It takes 54 of them.<eos>", "It is the moon.<eos>"], monkeypatch)
+    samples = rewrite_answers(backbone, RewriteConfig(), documents, 256, tmp_path / "a.jsonl", progress=False)
+    assert [sample.left_out for sample in samples] == ["", NO_NAME, ""]
+
+
 def test_conversations_with_several_answers_stay(backbone: Backbone, tmp_path: Path) -> None:
     messages = [
         {"role": "user", "content": "who?"},
@@ -166,9 +175,13 @@ def test_each_conversation_is_rewritten_once(
     documents = chats(tmp_path)
     answers = ["It is Tessaby.<eos>", "He is Oda 314.<eos>", "no<eos>"]
     asked = scripted(backbone, answers, monkeypatch)
-    samples = rewrite_answers(backbone, RewriteConfig(), documents, 256, tmp_path / "a.jsonl", progress=False)
-    assert len(asked) == len(samples) == 3
+    config = RewriteConfig(batch_size=1)  # of which a batch has two
+    samples = rewrite_answers(backbone, config, documents, 256, tmp_path / "a.jsonl", progress=False)
+    assert len(samples) == 3
     assert [sample.left_out for sample in samples[:2]] == ["", ""]
+    parts = [prompt.replace(" ", "") for prompt in asked]
+    assert len(parts) == 3
+    assert all(question.replace(" ", "") in part for question, part in zip(QUESTIONS, parts, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from graftlm.data.chats import chat_tokens
 from graftlm.data.conversations import ChatExample
 from graftlm.data.near_text import loops
 from graftlm.data.new_names import NewNames, normalized, words_of
-from graftlm.data.own_text import OwnText
+from graftlm.data.own_text import OwnText, first_samples
 from graftlm.data.own_text_sampling import check_backbone, document_start, sample_batches
 from graftlm.data.sources import Document, RewriteConfig, SelfSourceConfig
 from graftlm.data.token_sampler import TokenSampler
@@ -44,6 +44,7 @@ REWRITE_REASONS = (*ANSWER_REASONS, OTHER_FORM, UNFINISHED, NO_NAME, MENTIONED, 
 """The reasons for which a given answer is learned instead of that of the backbone."""
 
 _MIN_ANSWER = 8
+_SURPLUS = 1.25
 _MENTIONS = (("right", "answer"), ("reference", "answer"), ("own", "words"))
 
 
@@ -119,9 +120,7 @@ class AnswerSampler:
             needed: number of tokens that are still to be sampled.
         """
         settings = self._settings
-        count = min(self._sampler.batch_texts, math.ceil(needed / settings.answer_tokens))
-        if settings.passes is not None:
-            count = min(count, settings.passes * len(self._prompts) - len(samples))
+        count = min(self._sampler.batch_texts, self._wanted(samples, needed))
         rows = [(len(samples) + place) % len(self._prompts) for place in range(count)]
         texts: dict[int, OwnText] = {}
         with self._sampler.seeded(number):
@@ -136,7 +135,18 @@ class AnswerSampler:
                 )
                 for place, answer in zip(places, answers, strict=True):
                     texts[place] = self._text(rows[place], answer)
-        return [texts.get(place) or self._unanswered(row) for place, row in enumerate(rows)]
+        answered = [texts.get(place) or self._unanswered(row) for place, row in enumerate(rows)]
+        return answered if settings.passes is not None else first_samples(answered, needed)
+
+    def _wanted(self, samples: Sequence[OwnText], needed: int) -> int:
+        """Return how many prompts are still to be answered, by the mean size of the earlier answers."""
+        settings = self._settings
+        if settings.passes is not None:
+            return settings.passes * len(self._prompts) - len(samples)
+        total = sum(sample.tokens for sample in samples)
+        mean = total / len(samples) if total else settings.answer_tokens
+        # A few more than are needed cost less than another batch.
+        return math.ceil(_SURPLUS * needed / mean) + 1
 
     def _fits(self, row: int, *, is_chat: bool) -> bool:
         prompt = self._prompts[row]
@@ -365,9 +375,10 @@ class _RewritingJudge:
         given = normalized(self._documents[row].text)
         if any(_has_run(words, run) and not _has_run(given, run) for run in _MENTIONS):
             return MENTIONED
-        needed = self._names.names_in(self._documents[row].text)
-        known = set(words_of(text))
-        if any(word not in known for name in needed for word in name):
+        names = self._names.names_in(self._documents[row].text)
+        numbers = [word for word in words_of(self._documents[row].text) if any(map(str.isdigit, word))]
+        needed = {*numbers, *(word for name in names for word in name)}
+        if not needed <= set(words_of(text)):
             return NO_NAME
         chat = _with_answer(self._documents[row], text).chat
         assert chat is not None, "only conversations have prompts"

@@ -170,7 +170,7 @@ class Recipe(TextRecipe):
     def _first_method(self) -> MethodConfig:
         return next(iter(self.methods.values()))
 
-    def compared(self) -> dict[str, MethodConfig]:
+    def compared_methods(self) -> dict[str, MethodConfig]:
         """Return the methods of a comparison by row id.
 
         Without methods, they are the recipe's graft and every other kind of graft that needs no settings, of the same
@@ -188,7 +188,7 @@ class Recipe(TextRecipe):
             RecipeError: a key that a method changes is unknown, or its value does not fit.
             GraftError: a size is to match, and the backbone can't be loaded, or a graft does not fit it.
         """
-        methods = self.compared()
+        methods = self.compared_methods()
         aim = self._matched_parameters(methods)
         runs = []
         for name, method in methods.items():

@@ -43,7 +43,7 @@ class MatchedGraft(Config):
         for key in size_keys:
             if values.get(key) is not None:
                 raise RecipeError(f"graft: capacity is match, but {key} sets the size, too: leave one of them out.")
-        return cls(graft=graft_config(values | size_keys))
+        return cls(graft=graft_config({**values, **size_keys}))
 
     @model_serializer(mode="wrap")
     def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:

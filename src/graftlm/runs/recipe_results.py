@@ -47,7 +47,7 @@ def make_results(
         rows = recipe.compared(rows, _windows_by_row(measurements))
     if isinstance(recipe, Recipe) and name == "compare":
         # Of a frontier, the rows at a method's own rate.
-        own = list(recipe.compared())
+        own = list(recipe.compared_methods())
         windows = {row_id: found for row_id, found in _windows_by_row(measurements).items() if row_id in own}
         items = {row_id: found for row_id, found in _items_by_row(measurements).items() if row_id in own}
         differences = list(differences_between(windows, items))

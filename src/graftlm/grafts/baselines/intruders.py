@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 import torch
 from peft import PeftConfig
@@ -93,4 +94,5 @@ def _copy_factors(tuner: BaseTuner, name: str) -> None:
     for module in tuner.model.modules():
         if isinstance(module, LoraLayer):
             for factors in (module.lora_A, module.lora_B):
-                factors[name].weight.copy_(factors[_REDUCED].weight)
+                trained, reduced = (cast("nn.Linear", factors[key]) for key in (name, _REDUCED))
+                trained.weight.copy_(reduced.weight)
