@@ -142,3 +142,14 @@ def test_the_row_of_the_backbone_depends_on_the_text_that_tokens_are_learned_fro
         (run,) = Recipe.parse(changed).backbone_runs()
         keys.append(run.settings())
     assert keys[0] != keys[1]
+
+
+def test_the_bare_backbone_samples_its_text_once_with_or_without_tokens(tmp_path: Path) -> None:
+    samples = []
+    for tokens in (None, FORMS["learned"]):
+        changed = values(tmp_path, tmp_path / "backbone")
+        changed["backbone"]["add_tokens"] = tokens
+        changed["data"]["old"] = [{"self": True, "tokens": 100}]
+        samples.append([(run.id, run.settings()) for run in Recipe.parse(changed).run().needs()])
+    assert len(samples[0]) == 2
+    assert samples[0] == samples[1]
