@@ -103,6 +103,17 @@ def test_a_recipe_with_tokens_that_can_not_be_added_is_refused(
     assert key in str(error.value)
 
 
+def test_methods_learn_tokens_from_the_same_text(tmp_path: Path) -> None:
+    changed = with_tokens(tmp_path, tmp_path / "backbone", FORMS["learned"])
+    old = changed["data"]["old"]
+    changed["methods"] = {"one": {"graft": {"kind": "lora"}}, "two": {"graft": {"kind": "lora"}, "data": {"new": old}}}
+    with pytest.raises(RecipeError) as error:
+        Recipe.parse(changed)
+    assert "data.new" in str(error.value)
+    changed["backbone"]["add_tokens"] = FORMS["listed"]
+    assert len(Recipe.parse(changed).comparison()) == 2
+
+
 def test_stages_and_tasks_are_refused(tmp_path: Path) -> None:
     changed = with_tokens(tmp_path, tmp_path / "backbone", [" a b"])
     stages = {"one": {"data": {"new": changed["data"].pop("new")}}}
