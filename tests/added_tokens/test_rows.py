@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from backbone.gguf_files import write_gguf
-from graftlm.backbone import Backbone, load_backbone
+from graftlm.backbone import Backbone, compiled_decoding, load_backbone
 from graftlm.data.learned_tokens import learn_tokens
 from graftlm.errors import ArtifactError, BackboneError, GraftError, TapConflictError, WrongBackboneError
 from graftlm.evaluation.audit.loading import load_pair
@@ -200,6 +200,26 @@ def test_new_tokens_are_generated(decoding: dict[str, Any]) -> None:
         if not decoding:
             full = logits(model, found)[:, IDS.shape[1] - 1 : -1]
             assert torch.equal(full.argmax(-1), cached)
+
+
+@pytest.mark.slow
+def test_a_decode_step_with_new_tokens_is_one_graph() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    generated: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    torch.compiler.reset()
+    with attach_graft(tiny().with_tokens(NEW), NOTHING).eval() as model:
+        eager = model.generate(IDS, **generated)
+        options = compiled_decoding(model, generated, prompt_tokens=IDS.shape[1], wanted=True)
+        config = options["compile_config"]
+        config.backend, config.mode, config.fullgraph = backend, None, True
+        assert torch.equal(model.generate(IDS, **generated, **options), eager)
+    torch.compiler.reset()
+    assert 1 <= len(graphs) <= 3
 
 
 # Refusals

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from graftlm.backbone import AddedTokens
 from graftlm.backbone.added_tokens import ExtendedVocabulary, extend
-from graftlm.data.learned_tokens import learn_tokens
+from graftlm.data import Document
+from graftlm.data.learned_tokens import _Merger, learn_tokens
 from graftlm.errors import BackboneError, DataError
+from graftlm.evaluation.windows import cut_windows
 from tokenizers_by_kind import KINDS, TEXTS, byte_level, unigram, with_template
 
 NEW = "Fyrtårnet i byen lyser, og fyrtårnets lys når havnen. Æblet ved fyrtårnet er rødt, og æblerne i byen er røde. "
@@ -75,6 +79,37 @@ def test_every_text_comes_back_and_is_spelled_by_its_old_tokens(text: str) -> No
 def _byte_level_pair() -> tuple[PreTrainedTokenizerFast, ExtendedVocabulary]:
     tokenizer = byte_level()
     return tokenizer, extended(tokenizer, learn_tokens(tokenizer, [NEW], 30))
+
+
+def test_a_pair_that_spells_an_old_token_is_not_joined() -> None:
+    """Old merges never make the old token `aus`, since they make `us` first."""
+    vocabulary = {text: number for number, text in enumerate(["a", "u", "s", "t", "us", "au", "aus"])}
+    model = models.BPE(vocab=vocabulary, merges=[("u", "s"), ("a", "u"), ("au", "s")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
+    added = learn_tokens(tokenizer, ["aus" * 2, "ustt"] * 9, 9)
+    assert added.texts
+    assert "aus" not in added.texts
+    assert ids_of(extended(tokenizer, added).tokenizer, "aus") == [0, 4]
+
+
+def test_each_token_has_one_spelling() -> None:
+    words = Counter({("a", "bc"): 5, ("ab", "c"): 4, ("x", "y"): 3})
+    merges, tokens = _Merger(words, set("abcxy") | {"ab", "bc"}).run(9)
+    assert merges == [("a", "bc"), ("x", "y")]
+    assert tokens == ["abc", "xy"]
+
+
+def test_a_window_is_spelled_with_its_prompt_and_its_bytes() -> None:
+    tokenizer = byte_level()
+    vocabulary = extended(tokenizer, AddedTokens(tuple(LISTED)))
+    document = Document(f" has{LISTED[1]} boats", prompt=f"The{LISTED[0]}")
+    (window,) = cut_windows(vocabulary.tokenizer, [document], 100)
+    spelled = window.spelled(vocabulary)
+    prompt = len(ids_of(tokenizer, document.prompt))
+    assert (spelled.first, spelled.prompt) == (prompt, prompt)
+    assert spelled.ids.tolist() == ids_of(tokenizer, document.prompt + document.text)
+    assert spelled.tokens == len(ids_of(tokenizer, document.text)) > window.tokens
+    assert spelled.bytes.sum() == window.bytes.sum() == len(document.text.encode())
 
 
 def test_learned_tokens_never_cross_words_or_special_tokens() -> None:

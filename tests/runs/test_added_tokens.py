@@ -103,20 +103,31 @@ def test_a_recipe_with_tokens_that_can_not_be_added_is_refused(
     assert key in str(error.value)
 
 
+def test_methods_learn_tokens_from_the_same_text(tmp_path: Path) -> None:
+    changed = with_tokens(tmp_path, tmp_path / "backbone", FORMS["learned"])
+    old = changed["data"]["old"]
+    changed["methods"] = {"one": {"graft": {"kind": "lora"}}, "two": {"graft": {"kind": "lora"}, "data": {"new": old}}}
+    with pytest.raises(RecipeError) as error:
+        Recipe.parse(changed)
+    assert "data.new" in str(error.value)
+    changed["backbone"]["add_tokens"] = FORMS["listed"]
+    assert len(Recipe.parse(changed).comparison()) == 2
+
+
 def test_stages_and_tasks_are_refused(tmp_path: Path) -> None:
     changed = with_tokens(tmp_path, tmp_path / "backbone", [" a b"])
     stages = {"one": {"data": {"new": changed["data"].pop("new")}}}
     with pytest.raises(RecipeError) as error:
         parse_recipe({**changed, "stages": stages}, "recipe")
     assert "add_tokens" in str(error.value)
-    tasks = {"tone": {"train": [{"path": "rows.csv"}], "type": "classification"}}
+    tasks = {"tone": {"train": "rows.csv", "test": "rows.csv", "type": "classification"}}
     section = {"kind": "conditional-tasks"}
     with pytest.raises(RecipeError) as error:
         parse_recipe(
             {"backbone": changed["backbone"], "graft": section, "tasks": tasks, "training": changed["training"]},
             "recipe",
         )
-    assert "add_tokens" in str(error.value) or "tasks" in str(error.value)
+    assert "add_tokens" in str(error.value)
 
 
 @pytest.mark.parametrize("token", [" the", "<eos>"])
@@ -142,3 +153,14 @@ def test_the_row_of_the_backbone_depends_on_the_text_that_tokens_are_learned_fro
         (run,) = Recipe.parse(changed).backbone_runs()
         keys.append(run.settings())
     assert keys[0] != keys[1]
+
+
+def test_the_bare_backbone_samples_its_text_once_with_or_without_tokens(tmp_path: Path) -> None:
+    samples = []
+    for tokens in (None, FORMS["learned"]):
+        changed = values(tmp_path, tmp_path / "backbone")
+        changed["backbone"]["add_tokens"] = tokens
+        changed["data"]["old"] = [{"self": True, "tokens": 100}]
+        samples.append([(run.id, run.settings()) for run in Recipe.parse(changed).run().needs()])
+    assert len(samples[0]) == 2
+    assert samples[0] == samples[1]

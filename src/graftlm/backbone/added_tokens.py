@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 from graftlm.errors import BackboneError, shorten
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import AddedToken, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 MOST_TOKENS = 100_000
 """The largest number of tokens that can be added."""
@@ -143,7 +142,7 @@ def _first_new_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _with_texts(tokenizer: PreTrainedTokenizerBase, added: AddedTokens, name: str) -> ExtendedVocabulary:
-    from tokenizers import AddedToken
+    from transformers import AddedToken
 
     known = tokenizer.get_vocab()
     spellings: list[tuple[int, ...]] = []
@@ -172,7 +171,7 @@ def _with_texts(tokenizer: PreTrainedTokenizerBase, added: AddedTokens, name: st
 
 def _check_ids(extended: PreTrainedTokenizerBase, added: AddedTokens, first: int, name: str) -> None:
     """Raise `BackboneError` unless the new ids follow the old ones."""
-    ids = extended.convert_tokens_to_ids(list(added.texts))
+    ids = [extended.convert_tokens_to_ids(text) for text in added.texts]
     if ids != list(range(first, first + len(added.texts))):
         raise BackboneError(
             f"The tokenizer of {name} gives added tokens the ids {ids[:3]} ..., but ids from {first} on are expected: "

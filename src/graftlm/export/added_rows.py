@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from graftlm.backbone import Backbone, Sites, TokenRows
@@ -23,16 +24,21 @@ def write_rows(model: PreTrainedModel, rows: TokenRows) -> None:
     """
     first = rows.extended.first
     last = first + rows.extended.count
-    if last > model.get_input_embeddings().weight.shape[0]:
+    if last > _weight(model.get_input_embeddings()).shape[0]:
         model.resize_token_embeddings(last, mean_resizing=False)
     head = model.get_output_embeddings()
-    written: list[tuple[object, Tensor]] = [(model.get_input_embeddings().weight, rows.embedding.weight)]
-    written.append((head.weight, rows.output_rows))
+    written = [
+        (_weight(model.get_input_embeddings()), rows.embedding.weight),
+        (_weight(head), rows.output_rows),
+    ]
     if rows.bias is not None:
-        written.append((head.bias, rows.bias))
+        written.append((_weight(head, "bias"), rows.bias))
     for weight, values in written:
-        assert isinstance(weight, Tensor)
         weight[first:last] = values.to(weight.dtype)
+
+
+def _weight(module: nn.Module | None, name: str = "weight") -> Tensor:
+    return cast("Tensor", getattr(module, name))
 
 
 def with_rows(backbone: Backbone, rows: TokenRows) -> Backbone:

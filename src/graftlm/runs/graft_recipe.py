@@ -78,8 +78,8 @@ class TextRecipe(Config):
             data: its data section.
 
         Raises:
-            ValueError: tokens are learned without new text, the training is sharded, or the bare backbone would have to
-                read added tokens.
+            ValueError: tokens are learned without new text, or from other text than in the rest of the recipe; the
+                training is sharded; or the bare backbone would have to read added tokens.
         """
         tokens = self.backbone.add_tokens
         if tokens is None:
@@ -88,6 +88,11 @@ class TextRecipe(Config):
             raise ValueError(
                 "backbone.add_tokens learns tokens from the new text, but data.new is empty: name some there, or list "
                 "the tokens"
+            )
+        if isinstance(tokens, LearnedTokensConfig) and data.new != self.data.new:
+            raise ValueError(
+                "backbone.add_tokens learns tokens from data.new, but a method has other new text, so that its rows "
+                "would not be compared on the same tokens: list the tokens, or give all methods the same data.new"
             )
         if training.sharded:
             raise ValueError(
