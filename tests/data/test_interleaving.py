@@ -229,6 +229,13 @@ def test_the_fingerprint_tells_weights_and_the_division_into_sources_apart() -> 
     assert of([4, 4], [2, 1]) == of([4, 4], [4, 2])
     assert len({of([4, 4], [2, 1]), of([4, 4], [1, 1]), of([5, 3], [2, 1])}) == 3
 
+    def of_streams(weights: Sequence[int], rows: int) -> str:
+        parts = [stream(0), blocks(1, rows)]
+        return Mixture({NEW: InterleavedStreams(parts, fractions(weights))}, {NEW: 1}, 4).fingerprint()
+
+    assert of_streams([2, 1], 3) == of_streams([4, 2], 3)
+    assert len({of_streams([2, 1], 3), of_streams([1, 1], 3), of_streams([2, 1], 4)}) == 3
+
 
 # From a recipe
 
