@@ -108,10 +108,11 @@ def test_an_exhausted_source_begins_again_in_a_new_order_and_the_others_go_on() 
     assert [read.passes for read in mixed.text_read(60)] == [10, 0.75]
 
 
-def test_orders_depend_on_the_seed_and_on_the_source() -> None:
-    mixed = InterleavedBlocks([blocks(0, 20), blocks(1, 20)], fractions([1, 1]))
+@pytest.mark.parametrize("kind", [InterleavedBlocks, InterleavedStreams])
+def test_orders_depend_on_the_seed_and_on_the_source(kind: Any) -> None:
     orders = []
     for seed in (0, 1):
+        mixed = kind([blocks(0, 20), blocks(1, 20)], fractions([1, 1]))
         rows = mixed.take(0, 40, (seed, NEW))[:, 0]
         orders += [tuple(rows[rows // 1000 == source] % 1000) for source in (0, 1)]
     assert len(set(orders)) == 4
