@@ -150,6 +150,6 @@ def test_a_plot_has_each_set_of_each_row() -> None:
     figure = plots.by_set(results().rows, changes)
     (axes,) = figure.axes
     assert [label.get_text().replace("\n", "_") for label in axes.get_xticklabels()] == changes
-    heights = [bar[0].get_ydata()[0] for bar in axes.containers]  # type: ignore[union-attr]
+    heights = [bar[0].get_ydata()[0] for bar in axes.containers]
     assert heights == pytest.approx([2.0, 1.0, 0.5])
     assert isinstance(results().row("lora").metrics["learned_da"], Interval)
