@@ -162,5 +162,3 @@ def aims(shares: Mapping[str, Mapping[str, float]]) -> list[Aim]:
             text = f"{table}: share of {language} among new tokens, over its weight's, less 1"
             found.append(aim(text, "token_share", 0.01, abs(share / wanted - 1)))
     return found
-
-

@@ -26,7 +26,7 @@ from graftlm.errors import (
     GraftError,
     RecipeError,
 )
-from graftlm.evaluation import Interval
+from graftlm.evaluation import Interval, value_of
 from graftlm.evaluation.audit.comparison import compare_windows
 from graftlm.evaluation.audit.differences import tokenizer_difference
 from graftlm.evaluation.audit.loading import load_pair
@@ -136,6 +136,18 @@ def test_a_model_against_itself_is_exactly_zero_everywhere(tmp_path: Path) -> No
     assert all(found.metrics[name] == Interval(mean=0, low=0, high=0) for name in names)
     assert not found.passages
     assert any("one model" in note for note in found.notes)
+
+
+def test_several_texts_have_the_mean_of_what_each_lost() -> None:
+    base = plain()
+    texts = {"news": TEXT, "tales": ["a b c d e f g h " * 6]}
+    found = audit(base, tuned_copy(base), texts=texts, budget={"texts_lost": 100}, **(SIZES | {"tokens": 0}))
+    lost = [value_of(found.metrics[f"{name}_lost"]) for name in texts]
+    assert lost[0] != pytest.approx(lost[1], rel=1e-3)
+    assert value_of(found.metrics["texts_lost"]) == pytest.approx(sum(lost) / 2, abs=1e-9)
+    with pytest.raises(EvaluationError) as error:
+        audit(base, base, texts={"news": TEXT}, budget={"texts_lost": 1.0}, **SIZES)
+    assert "texts_lost" in str(error.value)
 
 
 def test_further_texts_have_losses_and_the_paired_rise(tmp_path: Path) -> None:

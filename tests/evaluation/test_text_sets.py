@@ -12,6 +12,7 @@ from graftlm.evaluation import Interval, Results, Row, Scores, learning_and_forg
 from graftlm.evaluation.differences import paired_differences
 from graftlm.evaluation.frontier import Frontier
 from graftlm.evaluation.report_tables import render_markdown
+from graftlm.evaluation.scores import mean_of_sets
 from graftlm.evaluation.strengths import changes_by_window, windows_of
 
 SETS = TextSets(new=("da", "sk"), old=("wiki", "code"))
@@ -59,6 +60,8 @@ def test_the_interval_of_a_mean_is_over_the_windows_of_each_set() -> None:
     """Sets differ, and no window of a set does: there is nothing that resampling could change."""
     metrics = learning_and_forgetting(backbone(), trained(), SETS)
     assert (metrics["learned"].low, metrics["learned"].high) == pytest.approx((1.5, 1.5))
+    loss = mean_of_sets([scores(np.full(30, 20.0)), scores(np.full(5, 60.0))])
+    assert (loss.low, loss.mean, loss.high) == pytest.approx((4, 4, 4))
     noisy = learning_and_forgetting(backbone(), trained(noise=5.0), SETS)
     widths = {name: noisy[name].high - noisy[name].low for name in ("learned", "learned_da", "learned_sk")}
     expected = np.hypot(widths["learned_da"], widths["learned_sk"]) / 2
@@ -147,6 +150,6 @@ def test_a_plot_has_each_set_of_each_row() -> None:
     figure = plots.by_set(results().rows, changes)
     (axes,) = figure.axes
     assert [label.get_text().replace("\n", "_") for label in axes.get_xticklabels()] == changes
-    heights = [bar[0].get_ydata()[0] for bar in axes.containers]  # type: ignore[union-attr]
+    heights = [bar[0].get_ydata()[0] for bar in axes.containers]
     assert heights == pytest.approx([2.0, 1.0, 0.5])
     assert isinstance(results().row("lora").metrics["learned_da"], Interval)

@@ -210,6 +210,13 @@ class InterleavedStreams:
         """How often each key of messages and column beside them was not read so far; see `RowPacker`."""
         return _sum(part.ignored_keys for part in self.parts)
 
+    def add_to_digest(self, digest: Digest) -> None:
+        """Add the weights and the rows in memory to a digest; the text of streams is not known."""
+        digest.update(f"interleaved streams {self._choice.weights} {sorted(self._streams())}".encode())
+        for part in self.parts:
+            if isinstance(part, TokenBlocks):
+                part.add_to_digest(digest)
+
     def text_read(self, rows: int) -> list[TextRead]:
         """Return how much of each source was read; `rows`, the number of drawn rows, is known already."""
         counts = zip(self.parts, self._rows, self._tokens, strict=True)

@@ -207,7 +207,7 @@ class Mixture:
         digest = hashlib.sha256(repr(settings).encode())
         for domain, blocks in sorted(self.domains.items()):
             digest.update(str(domain).encode())
-            if isinstance(blocks, MemoryBlocks):
+            if not isinstance(blocks, StreamingBlocks):
                 blocks.add_to_digest(digest)
         return digest.hexdigest()
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _NEAR_KEYS = ("question_tokens", "answer_tokens", "answer_temperature")  # settings of own text near the new text
 _NEAR_TOP_P = 0.9
 _WEIGHT = "Share of tokens, relative to other sources; 0 leaves the source out."
-_SET = "The set of texts that it belongs to, which a mapping names."
+_SET = "The named set that it belongs to."
 _NO_VALUES: tuple[object, ...] = (None, "", [], {}, 1, "1")  # of a column beside messages: 1 marks what is learned
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py")
 SEARCHED_SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, ".parquet")  # files of a folder that are read by default
@@ -370,18 +370,18 @@ class RewriteConfig(Config):
 class DataConfig(Config):
     """The texts of a run: the new ones that the model learns, and the old ones that it must not forget."""
 
-    new: NewSources = Field([], description="Texts that the model learns, or sets of them by name.")
+    new: NewSources = Field([], description="Texts that the model learns, or named sets of them.")
     rewrite: RewriteConfig | None = Field(
         None,
         description="Learn the answers of the new conversations in the backbone's own words.",
     )
     old: OldSources = Field(
         [],
-        description="Texts like the backbone's training data, or sets of them by name; `self: true` lets the backbone "
+        description="Texts like the backbone's training data, or named sets of them; `self: true` lets the backbone "
         "sample them.",
     )
     weights: WeightsConfig | None = Field(
-        None, description="`temperature: T` gives sources shares in proportion to tokens to the power of T."
+        None, description="`temperature: T`: shares in proportion to tokens to the power of T."
     )
     replay_fraction: float = Field(0.1, ge=0, lt=1, description="Share of the rows that come from old; 0 ignores old.")
     old_objective: Literal["replay", "distil"] = Field(
