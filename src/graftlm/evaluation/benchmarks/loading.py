@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 from graftlm.errors import EvaluationError, first_line
 from graftlm.evaluation.benchmarks.cloze import cloze_keys
