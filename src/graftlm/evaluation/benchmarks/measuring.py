@@ -58,7 +58,7 @@ def measure_benchmarks(
         model: a `GraftedModel` or any transformers model.
         tokenizer: the model's tokenizer.
         benchmarks: the loaded benchmarks. All models get the same items and solved examples.
-        batch_size: rows per batch; it affects speed and memory only.
+        batch_size: rows per batch that are scored, half of those that are generated; it affects speed and memory only.
         progress: whether to show progress bars.
 
     Returns:
@@ -182,7 +182,7 @@ class _Runner:
             ends,
             _usable_stops(self.tokenizer, stops),
             max_new_tokens=length,
-            batch_size=self.batch_size,
+            batch_size=2 * self.batch_size,
             on_batch=on_batch,
         )
 
