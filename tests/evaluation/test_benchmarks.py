@@ -505,6 +505,53 @@ def index() -> None:
 
 
 @pytest.mark.usefixtures("index")
+def test_data_of_the_hub_is_measured_like_local_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the loader of datasets has the rows and splits of the hub."""
+    import datasets
+
+    choices = {"text": ["cat", "a very long river", "lamp", "none"], "label": ["A", "B", "C", "D"]}
+    rows = {
+        "google-research-datasets/nq_open": {
+            "train": [files.nq_row(number) for number in range(100, 110)],
+            "validation": [files.nq_row(number) for number in range(9)],
+        },
+        "google/IFEval": {"train": [files.ifeval_row(number) for number in range(9)]},
+        "allenai/ai2_arc": {
+            split: [{"question": f"What is {split}?", "choices": choices, "answerKey": "B"}] * 4
+            for split in ("train", "validation", "test")
+        },
+    }
+
+    def load_dataset(path: str, name: str | None = None, **_: Any) -> datasets.DatasetDict:
+        found = datasets.DatasetDict()
+        for split, values in rows[path].items():
+            found[split] = datasets.Dataset.from_list(values)
+        return found
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    loaded = load_benchmarks(
+        [
+            HarnessTaskConfig(task="nq_open", shots=2, limit=4, seed=5, max_tokens=8),
+            HarnessTaskConfig(task="ifeval", limit=5, max_tokens=8),
+            HarnessTaskConfig(task="arc_easy", cloze=True, shots=2, limit=3),
+        ]
+    )
+    model = tiny_model("llama")
+    results = measure_benchmarks(model, tiny_tokenizer(), loaded)
+    assert {label: len(result.values) for label, result in results.items()} == {
+        "nq_open": 4,
+        "ifeval": 5,
+        "arc_easy_cloze": 3,
+    }
+    prompts = [instance.args[0] for instance in loaded[0].tasks[0].task.instances]
+    assert all(prompt.count("number 10") == 2 for prompt in prompts), "solved examples are of the training split"
+    asked = [int(prompt.rsplit("number ", 1)[1].split("?")[0]) for prompt in prompts]
+    assert asked == choose_items([9], 4, 5)[0]
+    with mistake(EvaluationError, "11 shots"):
+        load_benchmarks([HarnessTaskConfig(task="nq_open", shots=11)])
+
+
+@pytest.mark.usefixtures("index")
 def test_the_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the variables too, where nothing answers. The limit is a second; a busy machine gets three."""
     started = time.perf_counter()

@@ -26,9 +26,8 @@ def stock_keys(path: Path, *, resolve: bool = True) -> Values:
     try:
         from lm_eval.tasks._yaml_loader import load_yaml
     except ModuleNotFoundError:  # versions before 0.4.11
-        from lm_eval.utils import load_yaml_config
-
-        return load_yaml_config(yaml_path=str(path), mode="full" if resolve else "simple")
+        load_config = import_extra("harness", "lm_eval.utils", PURPOSE).load_yaml_config
+        return load_config(yaml_path=str(path), mode="full" if resolve else "simple")
     return load_yaml(path, resolve_func=resolve)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 from graftlm.errors import EvaluationError, first_line
 from graftlm.evaluation.benchmarks.cloze import cloze_keys
@@ -201,7 +202,7 @@ def choose_items(sizes: Sequence[int], limit: int | None, seed: int | None) -> l
 def _own_examples(keys: Values) -> Sequence[Values]:
     """Return the solved examples that a task's YAML has itself."""
     samples = (keys.get("fewshot_config") or {}).get("samples") or ()
-    return samples() if callable(samples) else samples
+    return cast("Sequence[Values]", samples() if callable(samples) else samples)
 
 
 def _task_of(keys: Values, splits: Mapping[str, Sequence[Values]]) -> StockTask:
@@ -214,10 +215,13 @@ def _task_of(keys: Values, splits: Mapping[str, Sequence[Values]]) -> StockTask:
     import datasets
 
     from_harness = import_extra("harness", "lm_eval.api.task", PURPOSE)
-    filled = {name: datasets.Dataset.from_list(list(rows)) for name, rows in splits.items() if rows}
+    filled = datasets.DatasetDict()
+    for name, rows in splits.items():
+        if rows:
+            filled[name] = datasets.Dataset.from_list(list(rows))
     shots = _SHOTS if _SHOTS in filled else None
     changed: Values = {
-        "custom_dataset": lambda **_: datasets.DatasetDict(filled),
+        "custom_dataset": lambda **_: filled,
         "test_split": _TEST,
         "validation_split": None,
         "training_split": shots,
@@ -273,8 +277,9 @@ def _stock_tasks(
 
 
 def _loaded(task_index: ModuleType, manager: TaskIndex, name: str) -> list[StockTask]:
-    if hasattr(manager, "load"):
-        return list(manager.load([name])["tasks"].values())
+    load = getattr(manager, "load", None)
+    if load is not None:
+        return list(load([name])["tasks"].values())
     return _flat(task_index.get_task_dict([name], manager))  # versions before 0.4.11
 
 

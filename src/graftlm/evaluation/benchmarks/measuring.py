@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -21,9 +20,10 @@ from graftlm.evaluation.benchmarks.loading import Benchmark
 from graftlm.evaluation.benchmarks.result import BenchmarkResult, Sample
 from graftlm.evaluation.examples import continue_rows
 from graftlm.evaluation.harness import harness_model, quiet_harness
-from graftlm.evaluation.harness_tasks import allowed_code
+from graftlm.evaluation.harness_tasks import PURPOSE, allowed_code
 from graftlm.evaluation.harness_types import HarnessModel, Request, StockTask, Values
 from graftlm.evaluation.inference import LanguageModel, evaluation_mode
+from graftlm.files.extras import import_extra
 from graftlm.progress import SHARE, progress_bar
 
 _MAX_TOKENS = 256  # of an answer, as in lm-evaluation-harness
@@ -58,7 +58,7 @@ def measure_benchmarks(
         model: a `GraftedModel` or any transformers model.
         tokenizer: the model's tokenizer.
         benchmarks: the loaded benchmarks. All models get the same items and solved examples.
-        batch_size: rows per batch; it affects speed and memory only.
+        batch_size: rows per batch that are scored, half of those that are generated; it affects speed and memory only.
         progress: whether to show progress bars.
 
     Returns:
@@ -182,7 +182,7 @@ class _Runner:
             ends,
             _usable_stops(self.tokenizer, stops),
             max_new_tokens=length,
-            batch_size=self.batch_size,
+            batch_size=2 * self.batch_size,
             on_batch=on_batch,
         )
 
@@ -212,7 +212,7 @@ class _Runner:
 @contextmanager
 def _no_bars() -> Iterator[None]:
     """Hide the harness' own progress bars in a `with` block."""
-    module = import_module("lm_eval.api.task")
+    module = import_extra("harness", "lm_eval.api.task", PURPOSE)
     bar = module.tqdm
     module.tqdm = partial(bar, disable=True)
     try:
@@ -294,9 +294,9 @@ def _full_name(metric: str, answer_filter: str) -> str:
 
 def _sample(instances: list[Request], value: _Value) -> Sample:
     instance = instances[0]
-    is_text = isinstance(instance.resps[0], str)
+    answer = instance.resps[0]
     return {
         "prompt": str(instance.args[0])[-_SHOWN_CHARACTERS:],
-        "answer": instance.resps[0] if is_text else "",
+        "answer": answer if isinstance(answer, str) else "",
         "value": float(value.value),  # type: ignore[arg-type]
     }

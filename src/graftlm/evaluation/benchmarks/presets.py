@@ -22,8 +22,8 @@ EVAL_DATA_VARIABLE = "GRAFTLM_EVAL_DATA"
 _SEED = 57
 _RETENTION = {  # by the folder of the data
     "ifeval": HarnessTaskConfig(task="ifeval", shots=0, limit=60, max_tokens=128, seed=_SEED),
-    "bbh": HarnessTaskConfig(task="bbh_zeroshot", name="bbh", limit=108, max_tokens=24, seed=_SEED),
-    "nq_open": HarnessTaskConfig(task="nq_open", shots=5, limit=100, max_tokens=16, seed=_SEED),
+    "bbh": HarnessTaskConfig(task="bbh_zeroshot", name="bbh", limit=54, max_tokens=24, seed=_SEED),
+    "nq_open": HarnessTaskConfig(task="nq_open", shots=5, limit=60, max_tokens=16, seed=_SEED),
 }
 
 
