@@ -101,7 +101,7 @@ def read_header(name: str, files: ModelFiles) -> GgufHeader:
     Raises:
         BackboneError: the file does not exist or is truncated, or contains something else than a whole model.
     """
-    path = _local_path(name, files)
+    path = local_path(name, files)
     status = path.stat()
     try:
         header = _read_once(path, status.st_mtime_ns, status.st_size)
@@ -115,8 +115,16 @@ def read_header(name: str, files: ModelFiles) -> GgufHeader:
     return header
 
 
-def _local_path(name: str, files: ModelFiles) -> Path:
-    """Return the real path of a GGUF file. A file on the hub is downloaded to the cache."""
+def local_path(name: str, files: ModelFiles) -> Path:
+    """Return the real path of a GGUF file. A file on the hub is downloaded to the cache.
+
+    Args:
+        name: name of the model in messages.
+        files: where the file is; its `gguf_file` must not be None.
+
+    Raises:
+        BackboneError: the file does not exist.
+    """
     from transformers.utils.hub import cached_file
 
     try:

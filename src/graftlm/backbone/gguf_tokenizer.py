@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from graftlm.backbone.gguf_header import GgufHeader
@@ -72,11 +73,21 @@ def _stated_split(header: GgufHeader) -> str | None:
     return None if split == _UNSTATED else split
 
 
-def _by_transformers() -> set[str]:
-    """Return the names of the splits that transformers applies."""
+def named_split(split: str) -> PreTokenizer | None:
+    """Return the pre-tokenizer that splits text in the way of this name; None if the name is unknown."""
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence
+
+    pattern = _by_transformers().get(split)
+    if pattern is None:
+        return _pre_tokenizer(split)
+    return Sequence([_matches(pattern), ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _by_transformers() -> Mapping[str, str]:
+    """Return the patterns by which transformers splits text, by name."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    return set(GGUF_PRE_TOKENIZER_SPLITS)
+    return GGUF_PRE_TOKENIZER_SPLITS
 
 
 def _pre_tokenizer(split: str) -> PreTokenizer | None:

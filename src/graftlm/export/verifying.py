@@ -9,7 +9,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,6 +83,51 @@ def verify_model(folder: Path, graft: Graft, backbone: Backbone) -> None:
         )
     if not probe.has_effect:
         _log.warning(_NO_EFFECT, graft.config.kind, _ROWS, _TOKENS)
+
+
+@torch.no_grad()
+def verify_merged(merged: nn.Module, graft: Graft, backbone: Backbone) -> None:
+    """Compare the output of a model in memory with that of the grafted model; see `verify_model`.
+
+    Args:
+        merged: the model into which the graft was merged.
+        graft: the graft, detached.
+        backbone: the backbone that it was trained on.
+
+    Raises:
+        ArtifactError: the model computes something else than the grafted model.
+    """
+    probe = _probe_of_graft(graft, backbone)
+    difference = _difference(lambda: nullcontext(merged), probe)
+    if difference:
+        raise ArtifactError(
+            f"The merged {backbone.sites.model_type} model does not reproduce the grafted model ({difference}): "
+            "load the graft with graftlm, or serve it with graft serve."
+        )
+    if not probe.has_effect:
+        _log.warning(_NO_EFFECT, graft.config.kind, _ROWS, _TOKENS)
+
+
+@torch.no_grad()
+def verify_same(saved: nn.Module, model: nn.Module, backbone: Backbone) -> None:
+    """Compare the output of a model that was written and loaded again with that of the model in memory.
+
+    Args:
+        saved: the loaded model.
+        model: the model in memory, in the same precision.
+        backbone: the backbone, for its vocabulary and names.
+
+    Raises:
+        ArtifactError: the outputs differ by more than rounding in float32.
+    """
+    ids = _rows(backbone)[:1]
+    expected = _output(model, ids)
+    difference = _difference(lambda: nullcontext(saved), _Probe(ids=ids, bare=expected, expected=expected))
+    if difference:
+        raise ArtifactError(
+            f"The file of the {backbone.sites.model_type} model does not reproduce it ({difference}): export it as a "
+            "folder (--to FOLDER), or load the graft with graftlm."
+        )
 
 
 @torch.no_grad()

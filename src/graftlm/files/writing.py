@@ -126,6 +126,29 @@ def staged_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
+@contextmanager
+def staged_file(path: Path) -> Iterator[Path]:
+    """Write a file under a temporary name with the same suffix, and rename it when the block has succeeded.
+
+    On an error the draft is removed, and a file at `path` is left unchanged.
+
+    Yields:
+        The path of the draft, next to `path`. The block must create this file.
+
+    Raises:
+        OSError: the draft can't be flushed or renamed. An error of the block is raised unchanged.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.stem}.{uuid.uuid4().hex[:8]}.part{path.suffix}")
+    try:
+        yield draft
+        sync(draft)
+        draft.replace(path)
+        sync(path.parent)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def sync(path: Path) -> None:
     """Flush a file or folder to disk.
 
