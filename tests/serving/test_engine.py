@@ -164,7 +164,7 @@ def test_names_and_kinds_are_checked_when_they_are_given(engine: BatchingEngine)
 
 
 def test_a_graft_with_modules_of_its_own_is_refused() -> None:
-    model = graft_onto(backbone("llama"), EXAMPLES["lora"][0])
+    model = graft_onto(backbone("llama"), EXAMPLES["finetune"][0])
     model.detach()
     with pytest.raises(GraftError):
         BatchingEngine(backbone("llama"), {"own": model.grafts["graft"]})  # type: ignore[dict-item]  # it is a graft

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,7 @@ class Call:
         training: whether this pass will be differentiated for training.
         observing: whether this pass runs for `Graft.observe`, which may cost more.
         row_scopes: which owner's taps act on which rows; see `row_hooks.py`.
+        weights: weights of grafts by name; 1 for others.
         count: the number of tokens in the cache before this pass, which `past` reads.
         model: the live model of this pass, which may be a copy of the backbone.
         selection: the tokens whose logits are needed; None for all, or for the last ones. See `at_head`.
@@ -76,6 +77,7 @@ class Call:
     training: bool = False
     observing: bool = False
     row_scopes: tuple[object, ...] = ()
+    weights: Mapping[str, float] = field(default_factory=dict)
     count: TokenCount | None = None
     model: PreTrainedModel | None = None
     selection: TokenSelection | None = None

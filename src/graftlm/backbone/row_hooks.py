@@ -37,12 +37,14 @@ class RowScope:
         rows: a slice of the batch; None for all rows.
         cache: the cache of these rows; None for the cache of the whole pass.
         offset: number of columns of the batch before the first column of this cache.
+        weights: names and weights of the owner's grafts that have another weight than 1.
     """
 
     owner: Hashable
     rows: slice | None = None
     cache: Cache | None = None
     offset: int = 0
+    weights: tuple[tuple[str, float], ...] = ()
 
 
 class RowScopeError(Exception):
@@ -156,7 +158,7 @@ class RowScopedHooks(TapHooks):
             RowScopeError: the function failed.
         """
         outer = self._stack.announced
-        self._stack.announced = ({"row_scopes": (RowScope(scope.owner),)}, [])
+        self._stack.announced = ({"row_scopes": (RowScope(scope.owner, weights=scope.weights),)}, [])
         try:
             return function(*arguments)
         except Exception as error:
@@ -168,6 +170,7 @@ class RowScopedHooks(TapHooks):
 def _scoped_call(scope: RowScope, call: Call) -> Call:
     """Return the call of a scope's rows, which is the pass's own call if the scope has neither rows nor a cache."""
     if scope.rows is None and scope.cache is None:
+        call.weights = dict(scope.weights)
         return call
     rows = scope.rows or slice(None)
     positions = call.position_ids
@@ -183,6 +186,7 @@ def _scoped_call(scope: RowScope, call: Call) -> Call:
         observing=call.observing,
         count=TokenCount(scope.cache, 0),  # counted now, before the first layer adds the pass's tokens
         model=call.model,
+        weights=dict(scope.weights),
     )
 
 

@@ -34,9 +34,11 @@ from graftlm.config import Config
 from graftlm.data.chats import render_question
 from graftlm.errors import DataError, GraftError
 from graftlm.files.reading import decode_utf8
+from graftlm.generation.sums import read_summands, sum_of_grafts
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafted.traces import trace_values
 from graftlm.store.artifact import backbone_name, backbone_of, is_model, load_grafts
+from graftlm.store.stages import chosen_graft
 
 HELP = (
     "Type a message. /reset starts a new conversation, /system TEXT sets the system message, /exit or Ctrl-D quits.\n"
@@ -108,6 +110,7 @@ class Generation:
         tokens: number of new tokens, including an end token.
         seconds: duration of the generation, without tokenization and trace.
         trace: one entry per new token, or None if no trace was requested.
+        weights: the weight of each graft of a sum by name; None for other models.
     """
 
     prompt: str
@@ -115,6 +118,7 @@ class Generation:
     tokens: int
     seconds: float
     trace: list[TracedToken] | None = None
+    weights: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, object]:
         """Return the fields by name as JSON values; `trace` is a list of {"text": ..., "values": {...}}, or None."""
@@ -187,7 +191,7 @@ def load_model(
 
     Args:
         folder: folder of a graft or of a model, a GGUF file, OWNER/NAME on the hub, or a packaged model such as
-            `smollm2-135m-instruct`.
+            `smollm2-135m-instruct`; or a sum of folders of grafts, such as `runs/danish:0.7+runs/legal:0.3`.
         backbone: name, folder or GGUF file of the graft's backbone; None uses the recorded one.
         changes: overrides of the graft's config, as `KEY=VALUE`.
         bare: load the backbone without the graft.
@@ -200,10 +204,16 @@ def load_model(
 
     Raises:
         ArtifactError: the folder is neither a graft nor a model, or the graft belongs to another backbone.
+        GraftError: a sum has a wrong weight, a graft twice, or a graft of a kind that takes no weight.
         RecipeError: a change does not fit the graft's config.
         BackboneError: the backbone can't be loaded, or has no tokenizer.
         DataError: the model is to have conversations, but has no chat template. No weights are loaded then.
     """
+    summands = read_summands(folder)
+    if summands:
+        folder = next(iter(summands))
+    elif Path(folder).is_dir() and not is_model(folder):
+        folder = chosen_graft(Path(folder))
     if chat:
         name = backbone_name(folder, backbone)
         if has_chat_template(name, trust_remote_code=trust_remote_code) is False:
@@ -212,6 +222,8 @@ def load_model(
     tokenizer = loaded.need_tokenizer()
     if bare or is_model(folder):
         return loaded.model, tokenizer
+    if summands:
+        return sum_of_grafts(summands, loaded, changes), tokenizer
     grafts = load_grafts(folder, loaded, changes)
     return GraftedModel(loaded, grafts), tokenizer
 
@@ -301,6 +313,7 @@ def generate_text(
         tokens=len(tokens) - len(prompt_ids),
         seconds=seconds,
         trace=_trace(model, tokenizer, tokens, len(prompt_ids), output.past_key_values) if trace else None,
+        weights=model.weights if isinstance(model, GraftedModel) and model.weights else None,
     )
 
 

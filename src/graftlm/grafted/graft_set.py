@@ -8,9 +8,10 @@ Shape suffixes: B rows, T tokens of this pass, V in the vocabulary.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -36,6 +37,7 @@ from graftlm.grafted.row_groups import LayerView, MixedBatch, RowGroup, RowGroup
 from graftlm.grafted.traces import forward_traces, trace_values
 from graftlm.grafts.base import Graft, ReplacesModel
 from graftlm.grafts.heads import pooled
+from graftlm.grafts.sums import check_weight, weighted_taps
 
 
 def supports_row_groups(graft: Graft) -> bool:
@@ -53,12 +55,35 @@ class GraftSet:
 
     Attributes:
         grafts: the grafts with their names, in the order in which they act; empty for the bare backbone.
+        weights: names and weights of the grafts that have another weight than 1.
     """
 
     grafts: tuple[tuple[str, Graft], ...] = ()
+    weights: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def of(cls, grafts: Mapping[str, Graft], weights: Mapping[str, float]) -> GraftSet:
+        """Return a weighted sum.
+
+        Args:
+            grafts: the grafts by name.
+            weights: weights by name; 1 for others.
+
+        Raises:
+            GraftError: a graft has a weight, which has no meaning for its kind.
+        """
+        for name, weight in weights.items():
+            check_weight(name, grafts[name], weight)
+        return cls(tuple(grafts.items()), tuple((name, weight) for name, weight in weights.items() if weight != 1))
+
+    @property
+    def unweighted(self) -> GraftSet:
+        """The same grafts without weights, whose taps are those of all weights."""
+        return GraftSet(self.grafts) if self.weights else self
 
     def __str__(self) -> str:
-        names = [name for name, _ in self.grafts]
+        weights = dict(self.weights)
+        names = [f"{name}:{weights[name]:g}" if name in weights else name for name, _ in self.grafts]
         return "+".join(names) or "the bare backbone"
 
 
@@ -160,6 +185,8 @@ class MultiGraftModel:
     def wire(self, graft_sets: Sequence[GraftSet]) -> None:
         """Connect the taps of these graft sets, and disconnect all others. The grafts are put into evaluation mode.
 
+        Taps are those of all weights, so that other weights connect nothing.
+
         Args:
             graft_sets: the graft sets; the same sets in another order change nothing.
 
@@ -167,6 +194,7 @@ class MultiGraftModel:
             TapConflictError: two grafts of a set replace the same activation.
             GraftError: a graft acts on all rows of a batch.
         """
+        graft_sets = list(dict.fromkeys(graft_set.unweighted for graft_set in graft_sets))
         if set(graft_sets) == set(self.wired):
             return
         taps: dict[Hashable, Sequence[Tap]] = {graft_set: self._taps(graft_set) for graft_set in graft_sets}
@@ -183,7 +211,7 @@ class MultiGraftModel:
                     "act on its own rows only: attach it with GraftedModel, or serve it alone."
                 )
             graft.eval()
-        taps = {name: graft.taps() for name, graft in graft_set.grafts}
+        taps = {name: weighted_taps(graft, partial(_weight_in_pass, name)) for name, graft in graft_set.grafts}
         check_conflicts(self._sites, taps)
         return [tap for taps_of_graft in taps.values() for tap in taps_of_graft]
 
@@ -273,7 +301,7 @@ class MultiGraftModel:
 
     def _new_batch(self, owners: Sequence[GraftSet], tags: Sequence[object], pasts: Sequence[Cache]) -> MixedBatch:
         """Connect new graft sets, and return a batch whose rows have the tokens of `pasts`, or no tokens."""
-        new = [owner for owner in dict.fromkeys(owners) if owner not in self.wired]
+        new = [owner for owner in dict.fromkeys(owners) if owner.unweighted not in self.wired]
         self.wire([*self.wired, *new])
         lengths = [past.get_seq_length() for past in pasts] or [0] * len(owners)
         longest = max(lengths)
@@ -403,6 +431,8 @@ class MultiGraftModel:
 def _most_columns(owner: Hashable) -> int:
     """Return the largest number of columns with which a decode step of these grafts is one graph; 0 for none."""
     assert isinstance(owner, GraftSet)
+    if owner.weights:  # each weight would be a constant of code of its own
+        return 0
     most = sys.maxsize
     for _, graft in owner.grafts:
         if not graft.decodes_in_one_graph:
@@ -412,12 +442,19 @@ def _most_columns(owner: Hashable) -> int:
 
 
 def _scope(group: RowGroup) -> RowScope:
+    assert isinstance(group.owner, GraftSet)
     return RowScope(
-        owner=group.owner,
+        owner=group.owner.unweighted,
         rows=group.span.rows,
         cache=group.cache,
         offset=group.span.offset,
+        weights=group.owner.weights,
     )
+
+
+def _weight_in_pass(name: str, call: Call) -> float:
+    """Return the weight of a graft in the rows of a pass."""
+    return call.weights.get(name, 1.0)
 
 
 def keeps_columns(batch: MixedBatch, group: RowGroup) -> bool:

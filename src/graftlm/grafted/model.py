@@ -19,6 +19,7 @@ from graftlm.backbone import (
     Call,
     OutputLayer,
     Sites,
+    Tap,
     TapHooks,
     TokenSelection,
     answer_end_ids,
@@ -34,6 +35,7 @@ from graftlm.grafted.losses import Targets, language_modelling_loss, loss_parts
 from graftlm.grafted.traces import cache_traces, forward_traces
 from graftlm.grafted.trainer_support import TrainerSupport, is_frozen
 from graftlm.grafts.base import Graft, HasHeads, ReplacesModel, Trace
+from graftlm.grafts.sums import check_weight, weighted_taps
 
 OldObjective = Literal["replay", "distil"]
 
@@ -82,19 +84,21 @@ class GraftedModel(TrainerSupport):
         old_objective: the loss of training rows of the old domain. `replay` predicts their tokens as in other rows;
             `distil` is the divergence KL(bare backbone || model) at each of their tokens, which needs a pass of the
             bare backbone.
+        weights: weights of grafts by name, by which what they add is multiplied; 1 for others.
 
     Attributes:
         backbone: the backbone.
         model: the live model, which may be a copy of the backbone's model.
         grafts: the grafts by name.
+        weights: weights of the grafts that were given one, by name.
         compiles_decoding: whether `generate` compiles its steps; None does so on accelerators.
 
     Raises:
         TapConflictError: two grafts replace the same activation or can't change the model together, or the backbone
             has other grafts or a PEFT adapter already.
         TapError: a graft has a tap that the backbone does not support.
-        GraftError: the grafts are not a dict of grafts, a name can't be that of a submodule, or the objective is
-            unknown.
+        GraftError: the grafts are not a dict of grafts, a name can't be that of a submodule, the objective is unknown,
+            or a weight is 0, not finite, or of a kind of graft that takes none.
         BackboneError: the backbone is not a `Backbone`, or a graft that changes or copies it can't do so, for example
             because its weights are quantized.
         WrongBackboneError: a graft was built for another backbone.
@@ -120,6 +124,7 @@ class GraftedModel(TrainerSupport):
         grafts: Mapping[str, Graft] | None = None,
         *,
         old_objective: OldObjective = "replay",
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         nn.Module.__init__(self)  # PreTrainedModel.__init__ would change the backbone's config.
         grafts = {} if grafts is None else grafts
@@ -129,6 +134,8 @@ class GraftedModel(TrainerSupport):
                 f"old_objective is {old_objective!r}, but {' or '.join(get_args(OldObjective))} is expected: choose "
                 "one of them."
             )
+        for name, weight in (weights or {}).items():
+            check_weight(name, grafts[name], weight)
         if backbone.model in self._with_grafts:
             raise TapConflictError(
                 f"The backbone {backbone.name} is part of another GraftedModel, whose grafts would act below the new "
@@ -138,6 +145,7 @@ class GraftedModel(TrainerSupport):
         self.name_or_path = backbone.name
         self.grafts = nn.ModuleDict(dict(grafts))
         self._by_name = dict(grafts)
+        self.weights = dict(weights or {})
         self._distils = old_objective == "distil"
         self._replacing: list[ReplacesModel] = []
         self._backbone_state = BackboneState(backbone.model)
@@ -187,13 +195,18 @@ class GraftedModel(TrainerSupport):
                 _ = self.backbone.bare_model
         for graft in replacing:
             self._replace_model(graft)
-        taps = {name: graft.taps() for name, graft in self._by_name.items()}
+        taps = {name: self._taps(name, graft) for name, graft in self._by_name.items()}
         sites = self._replacing[-1].sites(self.model) if self._replacing else Sites(self.model)
         self._tap_hooks = TapHooks(self.model, sites, taps, self._prepare)
         self._checkpoints = LayerCheckpoints(self._tap_hooks.checkpoint_contexts)
         self._output_layer = None if self._tap_hooks.acts_after_body else OutputLayer.of(self.model, sites)
         if taps:
             self._tap_hooks.mark_prompts()
+
+    def _taps(self, name: str, graft: Graft) -> list[Tap]:
+        """Return the taps of a graft with its weight."""
+        weight = self.weights.get(name, 1.0)
+        return graft.taps() if weight == 1 else weighted_taps(graft, lambda _: weight)
 
     def _replace_model(self, graft: ReplacesModel) -> None:
         """Let a graft replace or change the live model."""

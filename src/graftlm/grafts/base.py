@@ -104,6 +104,7 @@ class Graft(nn.Module):
             values of the backbone.
         served_in_bfloat16: whether a server casts the graft to bfloat16 when the backbone is in bfloat16, which halves
             the memory traffic of the graft's weights.
+        takes_weight: whether its effect is what its taps add, so that a weight can multiply it; see `grafts.sums`.
     """
 
     Config: ClassVar[type[GraftConfig]]
@@ -111,6 +112,7 @@ class Graft(nn.Module):
     observed_place: ClassVar[str] = "layer"
     has_decode_state: ClassVar[bool] = False
     served_in_bfloat16: ClassVar[bool] = False
+    takes_weight: bool = False
     config: GraftConfig
     _fingerprint: Fingerprint | None = None  # fingerprint of the backbone that was passed to `build_graft`
 

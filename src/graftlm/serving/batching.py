@@ -76,7 +76,7 @@ class BatchingEngine(ThreadedEngine):
         self._unread: list[ScheduledRequest] = []  # admitted requests whose prompts are not read yet
         self._begun: MixedBatch | None = None  # the row of a long prompt that is read in parts
         self._prefixes = PrefixBlocks(self.limits.prefix_tokens)
-        # The graft sets whose prompts can be read in parts, with the cache layers of each graft.
+        # The unweighted graft sets whose prompts can be read in parts, with the cache layers of each graft.
         self._readable_in_parts: dict[GraftSet, dict[str, range]] = {}
         self._warm_up()
         self._thread.start()
@@ -113,8 +113,8 @@ class BatchingEngine(ThreadedEngine):
             GraftError: the name can't be used, the object is not a graft, or the graft can't share a batch.
         """
         super().replace(name, graft)
-        if isinstance(graft, Graft):
-            self._pack(graft)
+        if graft is not None:
+            self._pack(self._grafts[name])
         self._has_replaced = True
 
     def _pack(self, module: nn.Module) -> None:
@@ -188,13 +188,14 @@ class BatchingEngine(ThreadedEngine):
         if not self._has_replaced:
             return
         self._has_replaced = False
-        busy = {group.owner for batch in self._all_batches() for group in batch.groups}
-        busy.update(request.graft_set for request in self._unread)
+        owners = [group.owner for batch in self._all_batches() for group in batch.groups]
+        owners += [request.graft_set for request in self._unread]
+        busy = {owner.unweighted for owner in owners if isinstance(owner, GraftSet)}
         wired = self._model.wired
         known = [graft_set for graft_set in wired if self.holds(graft_set.grafts)]
         self._model.wire([graft_set for graft_set in wired if graft_set in known or graft_set in busy])
         self._has_replaced = len(known) < len(self._model.wired)
-        self._prefixes.keep(lambda owner: owner in known)
+        self._prefixes.keep(lambda owner: isinstance(owner, GraftSet) and owner.unweighted in known)
         self._readable_in_parts = {
             graft_set: layers for graft_set, layers in self._readable_in_parts.items() if graft_set in known
         }
@@ -236,7 +237,7 @@ class BatchingEngine(ThreadedEngine):
 
     def _known_blocks(self, request: ScheduledRequest) -> list[Block] | None:
         """Return the blocks at the start of a prompt in the prefix cache; None if it can't be read in parts."""
-        if request.graft_set not in self._readable_in_parts:
+        if request.graft_set.unweighted not in self._readable_in_parts:
             return None
         return self._prefixes.longest(request.graft_set, request.request.prompt)
 
@@ -246,7 +247,7 @@ class BatchingEngine(ThreadedEngine):
             blocks,
             len(request.request.prompt) - new_tokens,
             self._backbone.model.config,
-            self._readable_in_parts[request.graft_set],
+            self._readable_in_parts[request.graft_set.unweighted],
         )
 
     def _prefill(self, requests: list[ScheduledRequest], pasts: Sequence[Cache], new_tokens: int) -> None:
@@ -286,9 +287,10 @@ class BatchingEngine(ThreadedEngine):
     def _note_readable_in_parts(self, batch: MixedBatch) -> None:
         for group in batch.groups:
             assert isinstance(group.owner, GraftSet)
-            self._readable_in_parts.pop(group.owner, None)
+            owner = group.owner.unweighted
+            self._readable_in_parts.pop(owner, None)
             if keeps_columns(batch, group):
-                self._readable_in_parts[group.owner] = slots_of(group.cache)
+                self._readable_in_parts[owner] = slots_of(group.cache)
 
     def _read_on(self) -> None:
         """Read the next part of the long prompt that is being read."""
@@ -319,7 +321,7 @@ class BatchingEngine(ThreadedEngine):
     def _keep_prefix(self, batch: MixedBatch, row: int) -> None:
         """Store the keys and values of a row for prompts with the same beginning."""
         request: ScheduledRequest = batch.tags[row]
-        if request.graft_set in self._readable_in_parts:
+        if request.graft_set.unweighted in self._readable_in_parts:
             text = (*request.request.prompt, *request.answer)[: batch.lengths[row]]
             self._prefixes.add(request.graft_set, text, batch.layers_of(row))
 

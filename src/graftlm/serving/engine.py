@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from graftlm.backbone import Backbone, end_ids
 from graftlm.errors import GraftError
-from graftlm.grafted.graft_set import GraftSet, RowGroupError
+from graftlm.grafted.graft_set import RowGroupError
 from graftlm.grafts import Graft
 from graftlm.serving.protocol import (
     EngineError,
@@ -77,7 +77,7 @@ class ThreadedEngine(ModelRegistry):
             QueueFullError: more requests would be open than the limits allow.
             ShuttingDownError: `close` was called.
         """
-        graft_sets = [GraftSet(tuple(self.check(request).items())) for request in requests]
+        graft_sets = [self.graft_set(request) for request in requests]
         stream = RequestStream(len(requests))
         with self._changed:
             if self._closing:

@@ -154,7 +154,7 @@ async def _measured(
 ) -> AsyncGenerator[TokenOutput | Finish, None]:
     """Yield the outputs of a stream, and record its tokens and its time to the first token."""
     metrics = service.metrics
-    model = "mixture" if "+" in parsed.model else parsed.model  # clients must not create labels
+    model = parsed.model if parsed.model in service.engine.names else "mixture"  # clients must not create labels
     submitted = time.perf_counter()
     has_token = False
     async for item in stream:

@@ -18,6 +18,7 @@ from pydantic import Field
 from graftlm.backbone import UNLIMITED, Backbone, max_sequence_length
 from graftlm.config import Config
 from graftlm.errors import GraftError
+from graftlm.grafts.sums import read_sum
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -360,20 +361,31 @@ class Engine(Protocol):
         ...
 
 
-def check_model(names: Sequence[str], model: str) -> None:
-    """Check that a model is a known name or consists of known names joined by +.
+def check_model(names: Sequence[str], model: str) -> dict[str, float]:
+    """Return the weights of a model that is a known name or a sum of known names; see `grafts.sums`.
 
     Args:
         names: the backbones' names, followed by the grafts' names.
         model: the key `model` of a request.
 
+    Returns:
+        The weight of each name, which is 1 where the model states none.
+
     Raises:
         UnknownModelError: a name is unknown; the message lists the known ones.
+        ServingError: a name is repeated, a weight is no finite number other than 0, or there are too many names.
     """
-    unknown = [part for part in model.split("+") if part not in names]
+    if model in names:
+        return {model: 1.0}
+    terms = [part.rpartition(":") for part in model.split("+")]
+    unknown = [name for name in (head if colon else tail for head, colon, tail in terms) if name not in names]
     if unknown:
         mixtures = ", or grafts joined by +" if len(names) > 2 else ""
         raise UnknownModelError(f"There is no model {unknown[0][:100]!r}: use one of {', '.join(names)}{mixtures}.")
+    try:
+        return read_sum(model)
+    except GraftError as error:
+        raise ServingError(str(error), "model") from None
 
 
 def check_prompt(prompt: Sequence[int], vocabulary: int, param: str = "prompt") -> None:

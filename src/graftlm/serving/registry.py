@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from graftlm.backbone import Backbone
 from graftlm.backbone.taps import check_conflicts
 from graftlm.errors import BackboneError, GraftError, TapConflictError
-from graftlm.grafted.graft_set import supports_row_groups
+from graftlm.grafted.graft_set import GraftSet, supports_row_groups
 from graftlm.grafts import Graft
+from graftlm.grafts.low_rank_taps import LowRankTaps
+from graftlm.grafts.sums import check_weight
 from graftlm.serving.protocol import (
     ContextLengthError,
     EngineLimits,
@@ -78,7 +79,7 @@ class ModelRegistry:
         return (self.name, *self._grafts)
 
     def replace(self, name: str, graft: object | None) -> None:
-        """Register a graft under a name, or remove the name with None.
+        """Register a graft under a name, or remove the name with None. LoRA acts by taps instead of its own modules.
 
         Raises:
             GraftError: the name can't be used, the object is not a graft, or the graft can't share a batch.
@@ -91,6 +92,8 @@ class ModelRegistry:
                     "of load_graft."
                 )
             if self.shares_batches and not supports_row_groups(graft):
+                graft = LowRankTaps.of(graft, self._backbone)
+            if graft is None:
                 raise GraftError(
                     f"The graft {name} replaces or adds modules of the model, so that it would act on the requests of "
                     "other models in the batch: write backbone and graft as one model (graft export) and serve that as "
@@ -109,8 +112,8 @@ class ModelRegistry:
             problem = "is the name of the backbone"
         elif not name:
             problem = "is empty"
-        elif "+" in name:
-            problem = "has a +, which joins the names of a mixture"
+        elif "+" in name or ":" in name:
+            problem = "has a + or a colon, which join the names and the weights of a mixture"
         else:
             return
         raise GraftError(f"The graft's name {name!r} {problem}: choose another name.")
@@ -123,6 +126,17 @@ class ModelRegistry:
         """Return whether all of these (name, graft) pairs are still registered."""
         known = self._grafts
         return all(known.get(name) is graft for name, graft in grafts)
+
+    def graft_set(self, request: GenerationRequest) -> GraftSet:
+        """Return the grafts of a request with their weights, after a check of the request; see `check`.
+
+        Raises:
+            ServingError: the request can't be served.
+        """
+        grafts = self.check(request)
+        if not grafts:
+            return GraftSet()
+        return GraftSet.of(grafts, check_model(tuple(grafts), request.model))
 
     def check(self, request: GenerationRequest) -> dict[str, Graft]:
         """Return the grafts of a request by name; an empty mapping for the backbone.
@@ -161,16 +175,17 @@ class ModelRegistry:
         if model == self.name:
             return {}
         registered = self._grafts
-        check_model((self.name, *registered), model)
-        names = model.split("+")
-        if self.name in names:
+        weights = check_model((self.name, *registered), model)
+        if self.name in weights:
             raise ServingError(
                 f"The mixture {model!r} names the backbone {self.name}, which is part of every mixture: leave it out."
             )
-        repeated = [name for name, count in Counter(names).items() if count > 1]
-        if repeated:
-            raise ServingError(f"The mixture {model!r} names {repeated[0]} twice: name each graft once.")
-        grafts = {name: registered[name] for name in names}
+        grafts = {name: registered[name] for name in weights}
+        try:
+            for name, graft in grafts.items():
+                check_weight(name, graft, weights[name])
+        except GraftError as error:
+            raise ServingError(str(error), "model") from None
         if len(grafts) > 1:
             self._check_mixture(grafts)
         return grafts

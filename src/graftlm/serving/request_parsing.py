@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from llguidance import LLMatcher
 
@@ -12,7 +12,14 @@ from graftlm.backbone import Stops
 from graftlm.backbone.chat_templates import HERMES, CallText, Message, Tool
 from graftlm.data.conversations import read_messages, read_tools
 from graftlm.errors import DataError
-from graftlm.serving.protocol import ContextLengthError, GenerationRequest, ServingError, check_prompt, check_tokens
+from graftlm.serving.protocol import (
+    ContextLengthError,
+    GenerationRequest,
+    ServingError,
+    check_model,
+    check_prompt,
+    check_tokens,
+)
 from graftlm.serving.request_schema import (
     ApiRequest,
     ChatMessage,
@@ -39,6 +46,7 @@ class ParsedRequest:
         n: number of continuations of each prompt.
         logprobs: whether the response reports log-probabilities.
         trace: whether the response reports the activity of the grafts.
+        weights: the weight of each graft of a sum; empty if the model is no sum.
         stream: whether the response is streamed.
         include_usage: whether a stream ends with the numbers of tokens.
         tools: names of the tools that the answer may call.
@@ -51,6 +59,7 @@ class ParsedRequest:
     n: int = 1
     logprobs: bool = False
     trace: bool = False
+    weights: Mapping[str, float] = field(default_factory=dict)
     stream: bool = False
     include_usage: bool = False
     tools: tuple[str, ...] = ()
@@ -84,7 +93,7 @@ def parse_completion(service: Service, body: CompletionRequest, user: str) -> Pa
         user=user,
     )
     _check_options(request, service.tokenizer.vocabulary, "structured_outputs")
-    return _parsed(body, request, prompts)
+    return _parsed(service, body, request, prompts)
 
 
 def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
@@ -122,7 +131,7 @@ def parse_chat(service: Service, body: ChatRequest, user: str) -> ParsedRequest:
         turn_ends=service.tokenizer.turn_ends,
     )
     _check_options(request, service.tokenizer.vocabulary, _grammar_key(body, tools))
-    parsed = _parsed(body, request, [prompt])
+    parsed = _parsed(service, body, request, [prompt])
     return replace(parsed, tools=tuple(tools), call_text=service.tokenizer.call_text)
 
 
@@ -341,6 +350,7 @@ def _check_options(request: GenerationRequest, vocabulary: int, grammar_key: str
 
 
 def _parsed(
+    service: Service,
     body: ApiRequest,
     request: GenerationRequest,
     prompts: Sequence[tuple[int, ...]],
@@ -358,6 +368,7 @@ def _parsed(
         n=n,
         logprobs=request.logprobs is not None,
         trace=request.trace,
+        weights={} if body.model in service.engine.names else check_model(service.engine.names, body.model),
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
     )

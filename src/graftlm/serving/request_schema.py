@@ -203,7 +203,9 @@ class StructuredOutputs(StrictBody):
 class ApiRequest(OpenAIRequest):
     """The common keys of completions and chats."""
 
-    model: str = Field(min_length=1, max_length=512, description="The backbone, a graft, or grafts joined by +.")
+    model: str = Field(
+        min_length=1, max_length=512, description="The backbone, a graft, or a sum such as danish:0.7+legal:0.3."
+    )
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(1.0, ge=0, le=2)

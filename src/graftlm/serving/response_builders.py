@@ -241,6 +241,8 @@ class ResponseBuilder(ABC, Generic[_Response]):
             extras["trace"] = [
                 TokenTrace(token=self.tokenizer.text_of(output.token), values=output.trace) for output in part.outputs
             ]
+            if self.parsed.weights:
+                extras["weights"] = dict(self.parsed.weights)
         end = self.choices[part.index].end
         if part.finish_reason is not None and end is not None and end.reason == "time":
             extras["ended"] = "time"

@@ -22,10 +22,12 @@ class ChoiceExtras(BaseModel):
 
     Attributes:
         trace: the activity of the grafts at each token, if requested.
+        weights: with a trace, the weight of each graft of a sum.
         ended: `time` if the time limit ended the text.
     """
 
     trace: list[TokenTrace] | None = None
+    weights: dict[str, float] | None = None
     ended: Literal["time"] | None = None
 
 

@@ -40,11 +40,10 @@ class EngineRouter:
 
         Raises:
             UnknownModelError: a name is unknown.
-            ServingError: a mixture has grafts of several backbones.
+            ServingError: a mixture has grafts of several backbones, or a wrong weight.
         """
         owners = self._owners()
-        check_model(list(owners), model)
-        engines = {owners[part].name: owners[part] for part in model.split("+")}
+        engines = {owners[name].name: owners[name] for name in check_model(list(owners), model)}
         if len(engines) > 1:
             raise ServingError(
                 f"The mixture {model!r} has models of the backbones {' and '.join(engines)}: join grafts of the same "

@@ -50,6 +50,7 @@ class NeutralResidues(Graft, Traceable, ExportsAdapter):
     Config: ClassVar[type[GraftConfig]] = NeutralResiduesConfig
     label = "neutral residues"
     served_in_bfloat16 = True
+    takes_weight = True
     config: NeutralResiduesConfig
 
     def __init__(self, config: NeutralResiduesConfig, backbone: Backbone) -> None:

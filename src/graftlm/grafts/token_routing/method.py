@@ -80,6 +80,7 @@ class TokenRouting(Graft, FitsOnText, Traceable, Exportable, ExportsLowRank, Cho
 
     Config: ClassVar[type[GraftConfig]] = TokenRoutingConfig
     has_decode_state = True
+    takes_weight = True
     label = "token routing"
     several_adapters: ClassVar[str] = (
         "for several adapters: list each under experts, with examples of what it is for (texts or sources)"

@@ -61,10 +61,10 @@ class ServedModels:
             return None
         if name in self._grafts:
             return self._grafts[name]
-        if "+" in name:
+        if "+" in name or name.rpartition(":")[0] in self._grafts:
             raise UnknownModelError(
-                f"There is no model {name[:100]!r}: with the engine vllm, a sum of grafts has a name that the server "
-                "was started with (--mix NAME=A:X+B:Y).",
+                f"There is no model {name[:100]!r}: with the engine vllm, a sum of grafts has the name and the "
+                "weights that the server was started with (--mix NAME=A:X+B:Y).",
                 "model",
             )
         raise UnknownModelError(f"There is no model {name[:100]!r}: use one of {', '.join(self.names)}.", "model")
