@@ -1,4 +1,4 @@
-"""The verb that writes grafts as models, or as adapters of PEFT."""
+"""The verb that writes grafts as models, as GGUF files, or as adapters of PEFT."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 Server = Literal["vllm"]
+GgufType = Literal["f32", "f16", "bf16", "q8_0"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ def export(
         list[str],
         argument("[NAME=]GRAFT...", "Folder of a graft, or a model of GraftLM or in a GGUF file."),
     ],
-    to: Annotated[Path, option("FOLDER", "New or empty folder for the model.", show_default=False)],
+    to: Annotated[
+        Path, option("PLACE", "New or empty folder for the model, or a new file FILE.gguf.", show_default=False)
+    ],
     many: Annotated[
         bool,
         flag("--many", "Write adapters that one vLLM server holds together."),
@@ -59,21 +62,31 @@ def export(
     ] = None,
     to_peft: Annotated[bool, flag("--to-peft", "Write LoRA as an adapter of PEFT.")] = False,
     target: Annotated[Server | None, option("SERVER", "Refuse what this server can't run.", "--for")] = None,
+    gguf_type: Annotated[
+        GgufType | None,
+        option("TYPE", "Weights of a GGUF file: f32, f16, bf16 or q8_0. By default those of the backbone."),
+    ] = None,
     backbone: BackboneName = None,
     changes: Changes = None,
     device: Device = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write grafts as models for transformers and vLLM, or for PEFT."""
+    """Write grafts as models for transformers and vLLM, for llama.cpp, or for PEFT."""
     _check_options(graft, changes, mix, many=many, to_peft=to_peft, target=target)
+    is_file = _is_gguf(to, gguf_type, many=many, to_peft=to_peft, target=target)
     source = _Source(backbone, device, trust_remote_code, target)
-    if many:
+    if is_file:
+        (folder,) = named_grafts(graft).values()
+        written = _export_file(folder, to, changes or (), source, gguf_type)
+    elif many:
         written = _export_many(graft, to, mix or (), changes or (), source)
     else:
         (folder,) = named_grafts(graft).values()
         written = _export_one(folder, to, changes or (), source, to_peft=to_peft)
-    print_result({"folder": str(written)}, as_json=as_json, show=lambda: typer.echo(f"wrote {written}"))
+    print_result(
+        {"file" if is_file else "folder": str(written)}, as_json=as_json, show=lambda: typer.echo(f"wrote {written}")
+    )
 
 
 def _check_options(
@@ -103,6 +116,46 @@ def _check_options(
         )
 
 
+def _is_gguf(to: Path, gguf_type: GgufType | None, *, many: bool, to_peft: bool, target: Server | None) -> bool:
+    """Return whether a GGUF file is written; raise `GraftError` if the options don't go together."""
+    if to.suffix.lower() != ".gguf":
+        if gguf_type is not None:
+            raise GraftError(
+                f"--gguf-type was given, but --to {to} names no GGUF file: name a file such as {to}.gguf, or leave "
+                "--gguf-type out."
+            )
+        return False
+    given = [name for name, value in (("--many", many), ("--to-peft", to_peft), ("--for", target)) if value]
+    if given:
+        raise GraftError(
+            f"{' and '.join(given)} was given, but --to {to} names a GGUF file, which is one model for llama.cpp: name "
+            f"a folder, or leave {' and '.join(given)} out."
+        )
+    return True
+
+
+def _export_file(graft: Path, to: Path, changes: Sequence[str], source: _Source, gguf_type: GgufType | None) -> Path:
+    """Write a graft that is merged into its backbone, or a model, as a GGUF file. Return the file."""
+    from graftlm.export import export_gguf, export_model_gguf
+    from graftlm.store.artifact import is_model, load_graft
+    from graftlm.store.manifest import read_manifest
+
+    if is_model(graft):
+        _check_model_alone(graft, changes, source)
+        return export_model_gguf(source.load(graft), to, weight_type=gguf_type)
+    read_manifest(graft).check_alone(graft, "a GGUF file")
+    loaded = source.load(graft)
+    return export_gguf(load_graft(graft, loaded, changes), loaded, to, weight_type=gguf_type)
+
+
+def _check_model_alone(model: Path, changes: Sequence[str], source: _Source, *, to_peft: bool = False) -> None:
+    """Raise `ArtifactError` if options that are for grafts were given with a model."""
+    values = (("--backbone", source.name), ("--set", changes), ("--to-peft", to_peft))
+    given = " and ".join(name for name, value in values if value)
+    if given:
+        raise ArtifactError(f"{model} is a complete model, but {given} was given, which is for grafts: leave it out.")
+
+
 def _export_one(
     graft: Path,
     to: Path,
@@ -115,20 +168,22 @@ def _export_one(
     from graftlm.export import check_model, export_graft, export_model, export_peft
     from graftlm.store.artifact import is_model, load_graft
     from graftlm.store.manifest import read_manifest
+    from graftlm.store.stages import load_model_of
 
     is_graft = not is_model(graft)
     if is_graft:
-        read_manifest(graft).check_alone(graft, "an export")
-    elif source.name or changes or to_peft:
-        values = (("--backbone", source.name), ("--set", changes), ("--to-peft", to_peft))
-        given = " and ".join(name for name, value in values if value)
-        raise ArtifactError(f"{graft} is a complete model, but {given} was given, which is for grafts: leave it out.")
+        if to_peft or changes:
+            read_manifest(graft).check_alone(graft, "--to-peft" if to_peft else "--set")
     else:
+        _check_model_alone(graft, changes, source, to_peft=to_peft)
         check_model(str(graft), trust_remote_code=source.trust_remote_code)
     loaded = source.load(graft)
     if not is_graft:
         return export_model(loaded, to, target=source.target)
-    own = load_graft(graft, loaded, changes)
+    if to_peft or changes:
+        own = load_graft(graft, loaded, changes)
+    else:
+        own = load_model_of(graft, loaded)
     if to_peft:
         return export_peft(own, loaded, to)
     return export_graft(own, loaded, to, target=source.target)
@@ -166,30 +221,21 @@ def named_grafts(texts: Sequence[str]) -> dict[str, Path]:
     Raises:
         GraftError: two folders have the same name.
     """
+    from graftlm.store.names import name_of
+    from graftlm.store.stages import chosen_graft
+
     folders: dict[str, Path] = {}
     for text in texts:
         name, equals, folder = text.partition("=")
         if not equals or Path(text).exists():
-            name, folder = _name_of(Path(text)), text
+            name, folder = name_of(Path(text)), text
         if name in folders:
             raise GraftError(
                 f"Both {folders[name]} and {folder} have the name {name}: give one another name, as in "
                 f"{name}2={folder}."
             )
-        folders[name] = _graft_in(Path(folder))
+        folders[name] = chosen_graft(Path(folder))
     return folders
-
-
-def _graft_in(folder: Path) -> Path:
-    """Return the folder of a run's graft, if a folder is that of a run, or else the folder itself."""
-    of_run = folder / "graft"
-    return of_run if (of_run / "graft.json").exists() and not (folder / "graft.json").exists() else folder
-
-
-def _name_of(folder: Path) -> str:
-    """Return the name of a folder; of a folder named graft, as runs write it, the name of the run."""
-    resolved = folder.resolve()
-    return resolved.parent.name if resolved.name == "graft" else resolved.name
 
 
 def read_mixtures(texts: Sequence[str]) -> Mapping[str, Mapping[str, float]]:

@@ -44,7 +44,7 @@ def serve(
     ] = None,
     grafts: Annotated[
         Path | None,
-        option("DIR", "Folder with grafts' folders; new ones are served too."),
+        option("DIR", "Folder with folders of grafts or runs; new ones are served too."),
     ] = None,
     name: Annotated[str | None, option("NAME", "Name of a single backbone in requests.")] = None,
     host: Annotated[str, option("ADDRESS", "Address to listen on; 0.0.0.0 listens on all networks.")] = "127.0.0.1",
@@ -136,7 +136,9 @@ def serve(
         from graftlm.serving.backbones import load_backbones, name_models
         from graftlm.serving.protocol import EngineLimits
         from graftlm.serving.service import open_service
+        from graftlm.store.stages import chosen_graft
 
+        folders = {graft: chosen_graft(folder) for graft, folder in folders.items()}
         models = name_models((name or own_name, model) for own_name, model in pairs)
         backbones = load_backbones(
             models,

@@ -16,12 +16,14 @@ from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, first_line
 from graftlm.export.adapters import save_with_adapters
 from graftlm.export.code import add_older_rope_keys, copy_code, is_own, save_unchanged
+from graftlm.export.shared import summed_adapters
 from graftlm.export.turn_ends import add_turn_ends
 from graftlm.export.verifying import verify_model, verify_unchanged
 from graftlm.export.vllm import Server, check_server
 from graftlm.files.model_files import names_gguf_file
 from graftlm.files.writing import staged_folder
-from graftlm.grafts import Exportable, ExportsAdapter, Graft
+from graftlm.grafts import Exportable, ExportedAdapter, ExportsAdapter, Graft
+from graftlm.grafts.stack import Stack
 from graftlm.models import register
 
 _CARD = Path(__file__).with_name("card.md")
@@ -33,7 +35,8 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path, *, target
     The written model is loaded again, and its output for a short text is compared with that of the grafted model.
 
     Args:
-        graft: the graft, detached; its kind must be `Exportable` or `ExportsAdapter`.
+        graft: the graft, detached; its kind must be `Exportable` or `ExportsAdapter`, as those of all grafts of a
+            `Stack` must be the latter.
         backbone: the backbone that it was trained on; it is left unchanged.
         folder: a new or empty folder.
         target: the server that the export is for, if it must run there.
@@ -49,22 +52,32 @@ def export_graft(graft: Graft, backbone: Backbone, folder: str | Path, *, target
         WrongBackboneError: the graft was built for another backbone.
     """
     backbone.check_graft(graft.config.kind, graft._fingerprint)
-    if not isinstance(graft, Exportable | ExportsAdapter):
+    adapter = _adapter_of(graft, backbone)
+    if adapter is None and not isinstance(graft, Exportable):
         raise ArtifactError(
             f"A graft of the kind {graft.config.kind} adds modules that {type(backbone.model).__name__} of transformers"
             " lacks: load it with graftlm, or serve it with graft serve."
         )
     check_weights(backbone)
-    if isinstance(graft, ExportsAdapter) or is_own(type(backbone.model)):
+    if adapter is not None or is_own(type(backbone.model)):
         check_server(backbone, target=target)
     with new_model(Path(folder), backbone, f"a graft of the kind {graft.config.kind}") as draft:
-        if isinstance(graft, Exportable):
+        if adapter is not None:
+            save_with_adapters(adapter, backbone, draft)
+        elif isinstance(graft, Exportable):
             _save_merged(graft, backbone, draft)
-        else:
-            save_with_adapters(graft.exported_adapter(backbone), backbone, draft)
         add_older_rope_keys(draft)
         verify_model(draft, graft, backbone)
     return Path(folder)
+
+
+def _adapter_of(graft: Graft, backbone: Backbone) -> ExportedAdapter | None:
+    """Return the module that a graft, or the sum of a stack, puts next to each FFN; None for other kinds."""
+    if isinstance(graft, ExportsAdapter):
+        return graft.exported_adapter(backbone)
+    if not isinstance(graft, Stack):
+        return None
+    return summed_adapters(graft.grafts(), backbone)
 
 
 def _save_merged(graft: Exportable, backbone: Backbone, folder: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graftlm.backbone import Backbone
 from graftlm.backbone.modules import linear_sizes
 from graftlm.errors import ArtifactError
 from graftlm.export.adapters import moved_path
-from graftlm.export.carrier import MAX_RANK, Carrier, Piece, pieces_of
+from graftlm.export.carrier import MAX_RANK, Carrier, Piece, adapter_path, pieces_of
 from graftlm.export.low_rank import joined, largest_rank, weighted
 from graftlm.grafts import ExportedAdapter, ExportsAdapter, ExportsLowRank, Graft, LowRankUpdate
 
@@ -135,6 +135,35 @@ def updates_of(
             "the graft alone (graft export GRAFT --to FOLDER), or train it with a lower rank."
         )
     return result
+
+
+def summed_adapters(grafts: Mapping[str, Graft], backbone: Backbone) -> ExportedAdapter:
+    """Return one module that computes the sum of the adapters of several grafts: a carrier that is filled.
+
+    Args:
+        grafts: the grafts by name.
+        backbone: the backbone.
+
+    Raises:
+        ArtifactError: a graft is no adapter with a gate or without.
+    """
+    pieces: list[Piece] = []
+    for name, graft in grafts.items():
+        adapter = graft.exported_adapter(backbone) if isinstance(graft, ExportsAdapter) else None
+        if adapter is None or adapter.form is None:
+            raise ArtifactError(
+                f"The stage {name} has a graft of the kind {graft.config.kind}, but only stages of adapters can be "
+                "written as one model: use generate, or serve them with graft serve."
+            )
+        pieces += pieces_of(adapter)
+    carrier = Carrier.of([pieces])
+    blank = carrier.exported(backbone)
+    tensors = [dict(layer) for layer in blank.tensors]
+    for path, update in carrier.filled(pieces, backbone).items():
+        layer = next(number for number in range(len(tensors)) if path.startswith(f"{adapter_path(number, backbone)}."))
+        name = f"{path.removeprefix(f'{adapter_path(layer, backbone)}.')}.weight"
+        tensors[layer][name] = (update.b @ update.a).detach().cpu().contiguous()
+    return replace(blank, tensors=tensors)
 
 
 def _pieces(weights: Mapping[str, float], grafts: Mapping[str, SharedGraft]) -> list[Piece]:

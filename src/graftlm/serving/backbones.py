@@ -12,7 +12,7 @@ from graftlm.backbone.load import inspect_model, served_kind
 from graftlm.backbone.memory import check_memory
 from graftlm.errors import GraftError
 from graftlm.store.manifest import BackboneRecord, read_manifest
-from graftlm.store.names import GRAFT_NAME
+from graftlm.store.names import GRAFT_NAME, graft_in
 
 
 def load_backbones(
@@ -109,7 +109,7 @@ def _records_of(folder: Path | None) -> list[BackboneRecord]:
         for path in folder.iterdir():
             if not path.name.startswith("."):
                 with suppress(GraftError):  # the store reports this error
-                    records.append(read_manifest(path).backbone)
+                    records.append(read_manifest(graft_in(path)).backbone)
     return records
 
 

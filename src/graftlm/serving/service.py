@@ -22,6 +22,7 @@ from graftlm.serving.router import EngineRouter
 from graftlm.serving.settings import ApiKeys, ServerSettings
 from graftlm.serving.store import GraftStore
 from graftlm.serving.tokenization import ServingTokenizer
+from graftlm.store.stages import chosen_graft
 
 
 class Service:
@@ -156,7 +157,7 @@ def open_service(
         backbones: Mapping[str, Backbone] = {name or served_name(backbone.name): backbone}
     else:
         backbones = backbone
-    folders = {graft: fetch_folder(path, "graft.json") for graft, path in (given or {}).items()}
+    folders = {graft: chosen_graft(fetch_folder(path, "graft.json")) for graft, path in (given or {}).items()}
     for backbone_name, model in backbones.items():
         checked_name(backbone_name)
         model.need_tokenizer()

@@ -18,9 +18,10 @@ import torch
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, GraftError
 from graftlm.grafts import Graft
-from graftlm.store.artifact import load_graft
+from graftlm.grafts.stack import Stack
 from graftlm.store.manifest import JSON_NAME, TENSORS_NAME, Manifest, read_manifest
-from graftlm.store.names import GRAFT_NAME, NAME_RULE
+from graftlm.store.names import GRAFT_NAME, NAME_RULE, graft_in
+from graftlm.store.stages import load_model_of, members_of
 
 LOG = logging.getLogger("graftlm.serving")
 
@@ -63,10 +64,12 @@ class WatchedFolder:
         seen: signature of the files at the last check.
         processed: signature of the files at the last load or failure.
         graft: the graft in service, if there is one.
+        members: folders of the grafts of earlier stages that act with it.
     """
 
     folder: Path
     given: bool
+    members: tuple[Path, ...] = ()
     seen: FileSignature | None = ()
     processed: FileSignature | None = ()
     graft: StoredGraft | None = None
@@ -79,7 +82,7 @@ class GraftStore:
     Args:
         backbones: the grafts' backbones by name; no graft may have such a name.
         given: folders of grafts by name.
-        folder: a folder with further grafts' folders, whose names they have; it is searched at each refresh.
+        folder: a folder with further grafts' folders or runs, whose names they have; it is searched at each refresh.
     """
 
     backbones: Mapping[str, Backbone]
@@ -149,7 +152,7 @@ class GraftStore:
         with self._lock:
             self._search()
             for name, watched in list(self._watched.items()):
-                signature = read_signature(watched.folder)
+                signature = _signature_of(watched)
                 complete = now or signature == watched.seen  # files that are being written change between two checks
                 try_again = now and name in self._problems
                 changed = signature != watched.processed or try_again
@@ -170,10 +173,11 @@ class GraftStore:
             return
         for folder in sorted(self.folder.iterdir()):
             name = folder.name
-            if name.startswith(".") or name in self.given or not (folder / JSON_NAME).is_file():
+            graft = graft_in(folder)
+            if name.startswith(".") or name in self.given or not (graft / JSON_NAME).is_file():
                 continue
             if self._is_usable(name):
-                self._watched.setdefault(name, WatchedFolder(folder, given=False))
+                self._watched.setdefault(name, WatchedFolder(graft, given=False))
             else:
                 self._report(name, _bad_name(name, self.backbones))
 
@@ -182,8 +186,10 @@ class GraftStore:
         if watched.seen is None and not watched.given:
             return self._withdraw(name, watched, replace)
         try:
+            watched.members = tuple(members_of(watched.folder))
+            signature = _signature_of(watched)
             graft, entry = self._load(name, watched.folder)
-            if read_signature(watched.folder) != watched.seen:
+            if _signature_of(watched) != signature:
                 return None  # the files changed during loading; the next check loads them again
             replace(name, graft)
         except Exception as error:  # the old graft stays in service after any error of the new files
@@ -192,7 +198,7 @@ class GraftStore:
             consequence = "; the previous version stays in service" if watched.graft is not None else ""
             self._report(name, str(error) or type(error).__name__, consequence)
             return "refused"
-        watched.processed = watched.seen
+        watched.processed = watched.seen = signature
         watched.graft = entry
         self._problems.pop(name, None)
         LOG.info("graft %s: loaded from %s", name, watched.folder)
@@ -215,21 +221,21 @@ class GraftStore:
     def _load(self, name: str, folder: Path) -> tuple[Graft, StoredGraft]:
         """Load a graft from a copy of its files, which later changes of the files don't affect."""
         with tempfile.TemporaryDirectory(prefix="graftlm-") as scratch:
-            copy = Path(scratch) / folder.name
-            copy.mkdir()
-            for file in (JSON_NAME, TENSORS_NAME):
-                if (folder / file).is_file():
-                    shutil.copyfile(folder / file, copy / file)
+            originals = [*members_of(folder), folder]
+            copies = [_copy_files(original, Path(scratch)) for original in originals]
+            copy = copies[-1]
             try:
                 manifest = read_manifest(copy)
-                manifest.check_alone(copy, "a server's model")
                 backbone_name = self._backbone_of(manifest, copy)
                 backbone = self.backbones[backbone_name]
-                graft = load_graft(copy, backbone)
-                if graft.served_in_bfloat16 and backbone.model.dtype == torch.bfloat16:
-                    graft.to(torch.bfloat16)
+                graft = load_model_of(copy, backbone)
+                if backbone.model.dtype == torch.bfloat16:
+                    _halve(graft)
             except GraftError as error:
-                raise ArtifactError(str(error).replace(str(copy), str(folder))) from None
+                message = str(error)
+                for copied, original in zip(copies, originals, strict=True):
+                    message = message.replace(str(copied), str(original))
+                raise ArtifactError(message) from None
         entry = StoredGraft(
             name=name,
             backbone=backbone_name,
@@ -260,6 +266,34 @@ class GraftStore:
                 "once."
             )
         return names[0]
+
+
+def _copy_files(folder: Path, scratch: Path) -> Path:
+    """Copy the files of a graft to a folder whose last two names are the same, and return it."""
+    resolved = folder.absolute()
+    copy = scratch / resolved.parent.name / resolved.name
+    copy.mkdir(parents=True)
+    for file in (JSON_NAME, TENSORS_NAME):
+        if (folder / file).is_file():
+            shutil.copyfile(folder / file, copy / file)
+    return copy
+
+
+def _halve(graft: Graft) -> None:
+    """Cast a graft to bfloat16, or those of a stack, if a server does so."""
+    for one in graft.grafts().values() if isinstance(graft, Stack) else [graft]:
+        if one.served_in_bfloat16:
+            one.to(torch.bfloat16)
+
+
+def _signature_of(watched: WatchedFolder) -> FileSignature | None:
+    """Return the signature of a graft's files, and of those of the grafts that act with it."""
+    signature = read_signature(watched.folder)
+    if signature is None:
+        return None
+    for member in watched.members:
+        signature += read_signature(member) or (None,)
+    return signature
 
 
 def read_signature(folder: Path) -> FileSignature | None:
