@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import generate_merges
 from backbone.test_gguf_facts import LINEAR, LLAMA3, YARN
 from cli.tools import invoke
 from graftlm.backbone import Backbone, load_backbone
-from graftlm.errors import ArtifactError, GraftError, MissingExtraError
+from graftlm.errors import ArtifactError, MissingExtraError
 from graftlm.export import export_gguf, export_model_gguf
 from graftlm.export.gguf_source import read_values
 from graftlm.export.gguf_tokens import PROBES
@@ -326,5 +326,7 @@ def test_smollm2_is_written_with_its_own_tokenizer(tmp_path: Path) -> None:
     assert loaded.need_tokenizer().chat_template == backbone.need_tokenizer().chat_template
 
 
-def test_errors_are_those_of_users() -> None:
-    assert issubclass(ArtifactError, GraftError)
+def test_an_unknown_type_of_weights_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError) as error:
+        export_model_gguf(backbone_of("llama"), tmp_path / "model.gguf", weight_type="q9")  # type: ignore[arg-type]
+    assert "'q9'" in str(error.value)

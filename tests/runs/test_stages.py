@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,6 +124,29 @@ def test_a_changed_earlier_stage_is_loaded_again(grown: Path, host: Backbone) ->
     save_graft(changed, host, grown / "first" / "graft")  # type: ignore[arg-type]
     service.store.refresh(lambda name, graft: loads.append(name), now=True)
     assert sorted(loads) == ["first", "second"]
+
+
+def test_a_missing_earlier_stage_is_waited_for(grown: Path, host: Backbone) -> None:
+    shutil.move(grown / "first", grown.parent / "elsewhere")
+    service = open_service(host, folder=grown, name="tiny")
+    service.engine.close(0)
+    assert list(service.store.problems()) == ["second"]
+    assert str(grown / "first") in service.store.problems()["second"]
+    shutil.move(grown.parent / "elsewhere", grown / "first")
+    loads: list[str] = []
+    for _ in range(3):
+        service.store.refresh(lambda name, graft: loads.append(name))
+    assert sorted(loads) == ["first", "second"]
+
+
+def test_a_stage_with_the_name_of_a_path_is_refused(grown: Path, host: Backbone) -> None:
+    file = grown / "second" / "graft" / "graft.json"
+    manifest = json.loads(file.read_text())
+    manifest["training"]["trained_after"] = ["../run/first"]
+    file.write_text(json.dumps(manifest))
+    service = open_service(host, folder=grown, name="tiny")
+    service.engine.close(0)
+    assert list(service.store.problems()) == ["second"]
 
 
 def test_generate_takes_the_whole_folder(grown: Path) -> None:

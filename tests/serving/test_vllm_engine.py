@@ -168,6 +168,7 @@ def test_a_graft_that_reads_the_prompt_is_chosen_before_the_request(address: str
     [
         ({"model": "unknown", "prompt": "a"}, 404, "model"),
         ({"model": "danish+law", "prompt": "a"}, 404, "model"),
+        ({"model": "danish:0.5", "prompt": "a"}, 404, "model"),
         ({"model": 3, "prompt": "a"}, 400, "model"),
         ({"model": "danish", "prompt": "a", "graftlm": {"trace": True}}, 400, "graftlm"),
         ({"model": "router", "prompt": ""}, 400, "prompt"),

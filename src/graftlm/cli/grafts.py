@@ -220,7 +220,7 @@ def _read_budget(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def generate(
-    graft: Annotated[Path, argument("GRAFT", "Folder of a graft or of a model.")],
+    graft: Annotated[Path, argument("GRAFT", "Folder of a graft or of a model, or a sum such as A:0.7+B:0.3.")],
     prompt: Annotated[str, argument("PROMPT", "Text to continue; - reads stdin.")],
     max_new_tokens: Annotated[int, option("N", "Maximum number of new tokens.", min=1)] = 64,
     sample: Annotated[bool, flag("--sample/--greedy", "Sample tokens, or take the most likely ones.")] = False,

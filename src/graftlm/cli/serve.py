@@ -44,7 +44,7 @@ def serve(
     ] = None,
     grafts: Annotated[
         Path | None,
-        option("DIR", "Folder with grafts' folders; new ones are served too."),
+        option("DIR", "Folder with folders of grafts or runs; new ones are served too."),
     ] = None,
     name: Annotated[str | None, option("NAME", "Name of a single backbone in requests.")] = None,
     host: Annotated[str, option("ADDRESS", "Address to listen on; 0.0.0.0 listens on all networks.")] = "127.0.0.1",

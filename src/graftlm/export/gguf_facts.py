@@ -108,7 +108,7 @@ def facts_of(config: PreTrainedConfig, form: FileForm) -> Facts:
         value = getattr(config, use.field, None) if isinstance(use, Read) else None
         if value is not None:
             facts[key] = value
-    width = _field(config, "head_dim")
+    width = _head_width(config)
     facts |= {"attention.key_length": width, "attention.value_length": width}
     facts["vocab_size"] = config.vocab_size
     if form.pairs:
@@ -156,7 +156,7 @@ def frequency_factors(config: PreTrainedConfig) -> list[float]:
     rope = config.rope_parameters
     if rope.get("rope_type") != "llama3":
         return []
-    width = _field(config, "head_dim")
+    width = _head_width(config)
     factors = []
     for pair in range(width // 2):
         turns = rope["original_max_position_embeddings"] / (2 * math.pi * rope["rope_theta"] ** (2 * pair / width))
@@ -196,11 +196,13 @@ def _inexpressible(config: PreTrainedConfig, problem: str) -> ArtifactError:
     )
 
 
-def _field(config: PreTrainedConfig, field: str) -> GgufValue | None:
-    value = getattr(config, field, None)
-    if field == "head_dim" and value is None:
-        return config.hidden_size // config.num_attention_heads
-    return value
+def _field(config: PreTrainedConfig, field: str) -> object:
+    return _head_width(config) if field == "head_dim" else getattr(config, field, None)
+
+
+def _head_width(config: PreTrainedConfig) -> int:
+    """Return the width of a head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _are_equal(one: object, other: object) -> bool:

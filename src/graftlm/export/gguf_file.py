@@ -69,7 +69,7 @@ def export_gguf(graft: Graft, backbone: Backbone, file: str | Path, *, weight_ty
             "nothing else: export it as a folder if graft export can (--to FOLDER), or serve it with graft serve."
         )
     file = Path(file)
-    _check_file(file)
+    _check_file(file, weight_type)
     form_of(backbone.config)
     check_weights(backbone)
     tokens = token_facts(backbone)
@@ -95,14 +95,18 @@ def export_model_gguf(backbone: Backbone, file: str | Path, *, weight_type: Weig
         MissingExtraError: the package gguf is not installed.
     """
     file = Path(file)
-    _check_file(file)
+    _check_file(file, weight_type)
     form_of(backbone.config)
     check_weights(backbone)
     return _write(backbone.bare_model, backbone, file, token_facts(backbone), weight_type)
 
 
-def _check_file(file: Path) -> None:
+def _check_file(file: Path, weight_type: WeightType | None) -> None:
     """Raise an error if a file can't be written, before the backbone is merged."""
+    if weight_type is not None and weight_type not in _FILE_TYPES:
+        raise ArtifactError(
+            f"weight_type is {weight_type!r}, but one of {', '.join(_FILE_TYPES)} is expected: choose one of them."
+        )
     try:
         import gguf  # noqa: F401
     except ImportError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,7 +28,7 @@ class Value(NamedTuple):
         item_kind: the format's number of the type of an array's items; None for other values.
     """
 
-    value: Scalar | list[Scalar]
+    value: Scalar | Sequence[Scalar]
     kind: int
     item_kind: int | None = None
 

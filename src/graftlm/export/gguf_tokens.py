@@ -188,6 +188,7 @@ def _split_of(backend: Tokenizer, *, ignores_merges: bool) -> str:
     pieces = [backend.pre_tokenizer.pre_tokenize_str(text) for text in texts]
     for name, ignored in _SPLITS.items():
         split = named_split(name)
+        assert split is not None, "the table has known names"
         if ignored == ignores_merges and [split.pre_tokenize_str(text) for text in texts] == pieces:
             return name
     raise _refused("it splits text in a way that none of llama.cpp's names stands for")

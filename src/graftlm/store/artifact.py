@@ -264,8 +264,7 @@ def load_grafts(folder: str | Path, backbone: Backbone, changes: Sequence[str] =
     grafts: dict[str, Graft] = {}
     for name in read_manifest(folder).trained_after:
         earlier = folder.absolute().parent.parent / name / "graft"
-        is_name = name.replace("-", "_").isidentifier()  # must be a stage, not an arbitrary path from an untrusted file
-        if not (is_name and folder.is_dir() and (earlier / JSON_NAME).is_file()):
+        if not (is_stage_name(name) and folder.is_dir() and (earlier / JSON_NAME).is_file()):
             raise ArtifactError(
                 f"The graft {folder} was trained together with {name}, which is expected in {earlier} but was not "
                 "found there: copy the folders of all stages next to each other, as graft grow wrote them."
@@ -273,6 +272,11 @@ def load_grafts(folder: str | Path, backbone: Backbone, changes: Sequence[str] =
         grafts[name] = load_graft(earlier, backbone)
     grafts["graft"] = load_graft(folder, backbone, changes)
     return grafts
+
+
+def is_stage_name(name: str) -> bool:
+    """Return whether a name can be that of a stage, rather than an arbitrary path from an untrusted file."""
+    return name.replace("-", "_").isidentifier()
 
 
 def graft_tensors(graft: Graft) -> dict[str, Tensor]:

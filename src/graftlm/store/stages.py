@@ -11,7 +11,7 @@ from graftlm.grafts import Graft
 from graftlm.grafts.base import ReplacesModel
 from graftlm.grafts.low_rank_taps import LowRankTaps
 from graftlm.grafts.stack import Stack
-from graftlm.store.artifact import load_grafts
+from graftlm.store.artifact import is_stage_name, load_grafts
 from graftlm.store.manifest import JSON_NAME, read_manifest
 from graftlm.store.names import graft_in
 
@@ -55,10 +55,10 @@ def chosen_graft(folder: Path) -> Path:
 
 
 def members_of(folder: Path) -> list[Path]:
-    """Return the folders of the grafts with which the graft in a folder was trained, without those that are missing."""
+    """Return the folders of the grafts with which the graft in a folder was trained, which may be missing."""
     parent = folder.absolute().parent.parent
-    members = [parent / name / "graft" for name in read_manifest(folder).trained_after]
-    return [member for member in members if (member / JSON_NAME).is_file()]
+    names = [name for name in read_manifest(folder).trained_after if is_stage_name(name)]
+    return [parent / name / "graft" for name in names]
 
 
 def load_model_of(folder: Path, backbone: Backbone) -> Graft:
