@@ -128,7 +128,7 @@ def test_names_that_fit(sets: TextSets) -> None:
 def results() -> Results:
     metrics = learning_and_forgetting(backbone(), trained(), SETS)
     before = learning_and_forgetting({}, backbone(), SETS)
-    rows = [Row(id="backbone", label="backbone", metrics=before), Row(id="lora", label="LoRA", metrics=metrics)]
+    rows = [Row(id="backbone", label="backbone", metrics={**before}), Row(id="lora", label="LoRA", metrics={**metrics})]
     sets = {"new": list(SETS.new), "old": list(SETS.old)}
     return Results.here("train", rows, details={"text_sets": {"backbone": sets, "lora": sets}})
 
