@@ -178,7 +178,7 @@ def tokens(completions: Sequence[Completion]) -> list[list[int]]:
 
 def test_requests_with_weights_are_answered_together(engine: BatchingEngine) -> None:
     models = ["llama", "da:0.7+law:0.3", "da:0.3+law:0.7", "da", "da:1+law:1", "da+law", "lora:-0.5+da", "lora"]
-    requests = [GenerationRequest(prompt(70), model, max_tokens=6, temperature=0.0) for model in models]
+    requests = [GenerationRequest(prompt(70), model, max_tokens=6, temperature=0.0, logprobs=1) for model in models]
     together = complete(engine, requests)
     alone = [complete(engine, [request])[0] for request in requests]
     assert tokens(together) == tokens(alone)
@@ -186,6 +186,9 @@ def test_requests_with_weights_are_answered_together(engine: BatchingEngine) -> 
     again = complete(engine, requests)  # from the prefix cache, which must not mix weights up
     assert all(one.finish.cached_tokens for one in again)
     assert tokens(again) == tokens(together)
+    for one, other in zip(again, together, strict=True):
+        found = [output.logprob for output in one.outputs]
+        assert found == pytest.approx([output.logprob for output in other.outputs], abs=1e-6)
 
 
 @pytest.mark.parametrize(
