@@ -27,7 +27,7 @@ from graftlm.serving.protocol import EngineLimits, GenerationRequest, ServingErr
 from graftlm.serving.service import open_service
 from graftlm.store.artifact import save_graft
 from laws.examples import EXAMPLES
-from serving.engines import backbone, complete, prompt, trained
+from serving.engines import Completion, backbone, complete, prompt, trained
 from tiny import tiny_model, tiny_tokenizer
 
 LENGTH = 9
@@ -172,15 +172,23 @@ def engine() -> Iterator[BatchingEngine]:
     built.close(0)
 
 
+def tokens(completions: Sequence[Completion]) -> list[list[int]]:
+    return [[output.token for output in one.outputs] for one in completions]
+
+
 def test_requests_with_weights_are_answered_together(engine: BatchingEngine) -> None:
     models = ["llama", "da:0.7+law:0.3", "da:0.3+law:0.7", "da", "da:1+law:1", "da+law", "lora:-0.5+da", "lora"]
-    requests = [GenerationRequest(prompt(12), model, max_tokens=6, temperature=0.0) for model in models]
+    requests = [GenerationRequest(prompt(70), model, max_tokens=6, temperature=0.0, logprobs=1) for model in models]
     together = complete(engine, requests)
     alone = [complete(engine, [request])[0] for request in requests]
-    assert [one.content for one in together] == [one.content for one in alone]
+    assert tokens(together) == tokens(alone)
     assert together[4].content[0] == together[5].content[0], "weights of 1 are no weights"
     again = complete(engine, requests)  # from the prefix cache, which must not mix weights up
-    assert [one.content for one in again] == [one.content for one in together]
+    assert all(one.finish.cached_tokens for one in again)
+    assert tokens(again) == tokens(together)
+    for one, other in zip(again, together, strict=True):
+        found = [output.logprob for output in one.outputs]
+        assert found == pytest.approx([output.logprob for output in other.outputs], abs=1e-6)
 
 
 @pytest.mark.parametrize(

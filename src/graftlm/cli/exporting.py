@@ -72,7 +72,7 @@ def export(
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write grafts as models for transformers and vLLM, for llama.cpp, or for PEFT."""
+    """Write grafts for transformers, vLLM, llama.cpp or PEFT."""
     _check_options(graft, changes, mix, many=many, to_peft=to_peft, target=target)
     is_file = _is_gguf(to, gguf_type, many=many, to_peft=to_peft, target=target)
     source = _Source(backbone, device, trust_remote_code, target)
