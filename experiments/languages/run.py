@@ -148,7 +148,7 @@ def run(options: Options) -> Results:
 
 def token_shares(measurement: Measurement) -> dict[str, float]:
     """Return the share of each language among the new tokens that a run read."""
-    read: Any = measurement.details["training"]["read"]
+    read: Any = measurement.details["trained"]["read"]
     return {Path(source["source"]).stem: source["share"] for source in read if source["domain"] == "new"}
 
 
