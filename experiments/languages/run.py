@@ -16,7 +16,6 @@ from experiments.languages.texts import FILES, write_texts
 from experiments.study import Study, aim, check_files, over_seeds
 from graftlm.errors import DataError
 from graftlm.evaluation import Aim, Results
-from graftlm.evaluation.benchmarks.presets import preset_tasks
 from graftlm.evaluation.measurement import Measurement
 from graftlm.runs.recipe import Recipe
 from graftlm.runs.run import Run
@@ -74,17 +73,18 @@ class LanguagesStudy(Study):
                     "own_tokens": 200 if quick else 2048,
                     "decode_prompts": 0,
                     "batch_size": 8,
-                    "harness": self._tasks(),
+                    **self._retention(),
                 },
             }
         )
 
-    def _tasks(self) -> list[dict[str, Any]]:
-        """Return the tasks of the preset `retention`, of which a quick run has two items of NQ-open."""
-        tasks = [task.model_dump() for task in preset_tasks("retention", str(self.options.data / "eval"))]
-        if self.options.quick:
-            return [{**task, "limit": 2, "shots": 0, "max_tokens": 2} for task in tasks if task["task"] == "nq_open"]
-        return tasks
+    def _retention(self) -> dict[str, Any]:
+        """Return the keys that measure what is retained; a quick run has two questions of NQ-open."""
+        folder = self.options.data / "eval"
+        if not self.options.quick:
+            return {"preset": "retention", "eval_data": str(folder)}
+        task = {"task": "nq_open", "data": str(folder / "nq_open"), "shots": 0, "limit": 2, "max_tokens": 2}
+        return {"harness": [task]}
 
     def _data(self, seed: int) -> dict[str, Any]:
         quick = self.options.quick
