@@ -17,7 +17,7 @@ from graftlm.backbone import Backbone, compiled_decoding, load_backbone
 from graftlm.data.learned_tokens import learn_tokens
 from graftlm.errors import ArtifactError, BackboneError, GraftError, TapConflictError, WrongBackboneError
 from graftlm.evaluation.audit.loading import load_pair
-from graftlm.export import export_graft, export_many, export_peft
+from graftlm.export import export_gguf, export_graft, export_many, export_peft
 from graftlm.generation.generate import Decoding, generate_text, load_model
 from graftlm.grafted import chunked_losses
 from graftlm.grafted.model import GraftedModel
@@ -29,6 +29,7 @@ from graftlm.testing import attach_graft, logits, randomise
 from tiny import TOKENS, save_tiny_backbone, tiny_ids, tiny_model, tiny_tokenizer
 
 NEW = [" fyrtårnet", " rødt", " havnen", "<tool>", " lyset", " byen"]
+MARKERS = ["<tool>", "havnen", "<a>", "<b>", "<c>", "<d>"]
 COUNT = len(NEW)
 IDS = torch.tensor([[5, 300, 17, 305, 301, 9, 40, 302], [7, 8, 9, 10, 304, 11, 303, 12]])
 NOTHING: dict[str, Any] = {"kind": "neutral-residues", "alpha": 0.0}
@@ -307,6 +308,34 @@ def test_a_gguf_backbone_learns_tokens_and_is_exported(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(plain, ids), expected, rtol=1e-3, atol=1e-3)
     saved = AutoTokenizer.from_pretrained(folder)
     assert saved("et fyrtårn er rødt", add_special_tokens=False)["input_ids"] == ids[0].tolist()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_gguf_file_has_the_added_tokens(learned: bool, tied: bool, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    plain = tiny(tie_word_embeddings=tied)
+    tokens = learn_tokens(plain.need_tokenizer(), ["fyrtårnet er rødt. " * 9], 8) if learned else MARKERS
+    backbone = plain.with_tokens(tokens)
+    graft, _ = trained(backbone, KINDS["lora"])
+    text = "et fyrtårnet er<tool> rødt havnen"
+    ids = torch.tensor([backbone.need_tokenizer()(text, add_special_tokens=False)["input_ids"]])
+    assert ids.max() >= TOKENS
+    with GraftedModel(backbone, {"graft": graft}) as model:
+        expected = logits(model.eval(), ids)
+    written = load_backbone(export_gguf(graft, backbone, tmp_path / "model.gguf", weight_type="f32"))
+    assert written.need_tokenizer()(text, add_special_tokens=False)["input_ids"] == ids[0].tolist()
+    torch.testing.assert_close(logits(written.model, ids), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_listed_tokens_that_are_not_read_from_a_gguf_file_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    backbone = tiny().with_tokens(NEW)
+    graft, _ = trained(backbone, KINDS["lora"])
+    with pytest.raises(ArtifactError) as error:
+        export_gguf(graft, backbone, tmp_path / "model.gguf")
+    assert "tokenizer" in str(error.value)
+    assert not (tmp_path / "model.gguf").exists()
 
 
 def test_forms_without_rows_are_refused(tmp_path: Path) -> None:

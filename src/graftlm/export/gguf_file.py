@@ -11,6 +11,7 @@ import torch
 
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import ArtifactError, MissingExtraError, first_line
+from graftlm.export.added_rows import write_rows
 from graftlm.export.folder import check_weights
 from graftlm.export.gguf_facts import Facts, FileForm, check_facts, facts_of, form_of
 from graftlm.export.gguf_source import Value
@@ -74,6 +75,8 @@ def export_gguf(graft: Graft, backbone: Backbone, file: str | Path, *, weight_ty
     check_weights(backbone)
     tokens = token_facts(backbone)
     merged = graft.merged(backbone)
+    if graft.token_rows is not None:
+        write_rows(merged, graft.token_rows)
     verify_merged(merged, graft, backbone)
     return _write(merged, backbone, file, tokens, weight_type)
 
@@ -196,5 +199,5 @@ def _add(writer: GGUFWriter, key: str, value: object) -> None:
 def _verify(file: Path, model: PreTrainedModel, backbone: Backbone, form: FileForm, weight_type: WeightType) -> None:
     """Raise `ArtifactError` if a file's model or tokenizer is another one than that which was written."""
     loaded = load_backbone(file, dtype="float32", device=backbone.device)
-    check_tokenizer(loaded.need_tokenizer(), backbone.need_tokenizer())
+    check_tokenizer(loaded.need_tokenizer(), backbone)
     verify_same(loaded.model, rounded_copy(model, form, weight_type), backbone)

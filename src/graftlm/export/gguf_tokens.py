@@ -78,11 +78,14 @@ def token_facts(backbone: Backbone) -> dict[str, Value]:
             "The backbone has no tokenizer, which a GGUF file contains: load a model with its tokenizer."
         )
     rows = backbone.config.get_text_config().vocab_size
+    extended = backbone.extended
+    if extended is not None:
+        return _facts_of(tokenizer, max(rows, extended.first + extended.count))
     return _source_facts(backbone.name, rows) or _facts_of(tokenizer, rows)
 
 
 def _source_facts(name: str, rows: int) -> dict[str, Value]:
-    """Return the facts of the file from which a tokenizer was loaded; none without one, or if tokens were added.
+    """Return the facts of the file from which a tokenizer was loaded; none without one, or if it has other tokens.
 
     Args:
         name: name of the backbone.
@@ -258,14 +261,19 @@ def _texts(texts: Sequence[str]) -> Value:
     return Value([text.encode() for text in texts], _ARRAY, _STRING)
 
 
-def check_tokenizer(read: PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_tokenizer(read: PreTrainedTokenizerBase, backbone: Backbone) -> None:
     """Raise `ArtifactError` if a tokenizer that was read from a file gives some texts other tokens than the original.
 
     Args:
         read: the tokenizer of the file.
-        tokenizer: the original.
+        backbone: the backbone with the original. A text of its added tokens is compared, too.
     """
-    for text in PROBES:
+    tokenizer = backbone.need_tokenizer()
+    texts = list(PROBES)
+    if backbone.extended is not None:
+        first = backbone.extended.first
+        texts.append(str(tokenizer.decode(list(range(first, first + backbone.extended.count)))))
+    for text in texts:
         expected = tokenizer(text)["input_ids"]
         found = read(text)["input_ids"]
         if found != expected:
