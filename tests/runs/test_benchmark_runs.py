@@ -53,6 +53,8 @@ def test_a_comparison_measures_the_backbone_once_and_pairs_all_rows(tmp_path: Pa
     lines: list[str] = []
     results = compare_recipe(recipe, progress=False, log=lines.append)
     assert [row.id for row in results.rows] == ["backbone", "lora", "full"]
+    assert not any(row.label == "arc_easy" for row in results.rows)
+    assert len({row.label for row in results.rows}) == 3
     assert sum("arc_easy" in line for line in lines) == 1, "the bare backbone is measured once"
     bare = values_of(results, "backbone", "arc_easy")
     assert any((values_of(results, row, "arc_easy") != bare).any() for row in ("lora", "full"))
@@ -99,6 +101,28 @@ def test_the_preset_is_its_tasks_and_its_data_is_part_of_the_key(
     assert key(recipe) != key(moved)
     new_keys = {"harness", "preset", "eval_data", "confirm_unsafe_code"}
     assert new_keys.isdisjoint(bare.comparison()[0].settings()["evaluation"]), "earlier runs keep their keys"
+
+
+def test_the_key_has_the_file_of_the_shots(tmp_path: Path, backbone: Path) -> None:
+    data = tmp_path / "eval"
+    files.write_arc(data, 10)
+    (file,) = data.rglob("test.json")
+    train = file.with_name("train.json")
+    train.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    recipe = recipe_of(tmp_path, backbone, {"harness": [{"task": "arc_easy", "data": str(file), "shots": 1}]})
+    run = recipe.comparison()[0]
+    (bare,) = run.needs()
+
+    def keys() -> tuple[str, str]:
+        return run.key({bare.id: ""}), bare.key()
+
+    before = keys()
+    assert keys() == before
+    rows = json.loads(train.read_text(encoding="utf-8"))
+    train.write_text(json.dumps(rows[1:]), encoding="utf-8")
+    after = keys()
+    assert after[0] != before[0]
+    assert after[1] != before[1]
 
 
 def test_train_measures_the_preset(tmp_path: Path, backbone: Path) -> None:

@@ -33,7 +33,8 @@ from graftlm.data.marked_ids import PADDING
 from graftlm.data.streams import StreamingBlocks, TextRead
 from graftlm.errors import DataError
 
-_MAX_PERIOD = 1 << 14  # rows after which an interleaving of rows in memory repeats
+_MAX_PERIOD = 1 << 18  # rows after which an interleaving of rows in memory repeats
+_ROUNDING = 0.05  # largest change of a share, relative to it, by the rounding to such a period
 _CHUNK = 1 << 12  # rows whose sources are looked up together
 
 
@@ -85,8 +86,11 @@ class InterleavedBlocks:
 
     Args:
         parts: the rows of each source, of the same form.
-        weights: the weight of each source, above 0. The shares of rows are rounded to multiples of about 1/16,384
+        weights: the weight of each source, above 0. The shares of rows are rounded to multiples of about 1/262,144
             where whole numbers of at most this sum do not express them.
+
+    Raises:
+        DataError: the weights are so unequal that a share would be rounded by more than 5% of it.
     """
 
     def __init__(self, parts: Sequence[TokenBlocks], weights: Sequence[Fraction]) -> None:
@@ -302,12 +306,24 @@ def _sum(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
 
 
 def _limited_weights(weights: Sequence[Fraction]) -> list[int]:
-    """Return whole numbers in the proportions of positive weights, rounded if their sum would be large."""
+    """Return whole numbers in the proportions of positive weights, rounded if their sum would be large.
+
+    Raises:
+        DataError: a share is too small for the rounding.
+    """
     numbers = whole_weights(weights)
     total = sum(numbers)
     if total <= _MAX_PERIOD:
         return numbers
-    return [max(1, round(Fraction(number * _MAX_PERIOD, total))) for number in numbers]
+    exact = [Fraction(number * _MAX_PERIOD, total) for number in numbers]
+    rounded = [round(number) for number in exact]
+    for number, whole in zip(exact, rounded, strict=True):
+        if abs(whole - number) > _ROUNDING * number:
+            raise DataError(
+                f"The weights give a source {float(number / _MAX_PERIOD):.2g} of the rows, but shares of less than "
+                f"{10 / _MAX_PERIOD:.2g} can't be interleaved: raise its weight, or leave the source out."
+            )
+    return rounded
 
 
 def _period(weights: Sequence[int]) -> np.ndarray:

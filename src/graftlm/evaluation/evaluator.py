@@ -116,6 +116,11 @@ class EvaluationConfig(Config):
         None, description="Nats per token of the old domain that the run may lose; more makes it fail."
     )
 
+    @property
+    def moves_weights_back(self) -> bool:
+        """Whether the model is also measured, or left, with its weights moved back to their start."""
+        return bool(self.strengths) or self.strength is not None
+
     def benchmarks(self) -> list[HarnessTaskConfig]:
         """Return the tasks of the harness, with those of the preset.
 
@@ -129,6 +134,8 @@ class EvaluationConfig(Config):
         problem = duplicate_problem(self.harness)
         if problem is not None:
             yield problem
+        if self.eval_data is not None and self.preset is None:
+            yield "eval_data is set, but only a preset reads it: set preset, or leave eval_data out"
         if self.strength is not None and self.strengths:
             yield (
                 "strength chooses one strength, but strengths measures several: leave one of them out (a frontier "
@@ -381,8 +388,8 @@ class BackboneEvaluator:
         metrics["total_parameters"] = count_parameters(self.backbone.model.parameters())
         for name, outcome in self.backbone_outcomes.items():
             metrics.update(outcome.metrics(name))
-        for label, result in self.backbone_benchmarks.items():
-            metrics.update(result.metrics(label))
+        for name, result in self.backbone_benchmarks.items():
+            metrics.update(result.metrics(name))
         details = self._details({}, self.backbone_outcomes, self.backbone_scores, self.backbone_benchmarks)
         return Measurement(Row(id=row_id, label=label, metrics=metrics), details)
 
@@ -415,9 +422,9 @@ class BackboneEvaluator:
             metrics.update(outcome.metrics(name))
             metrics.update(outcome.gain(name, self.backbone_outcomes[name]))
         benchmarks = self._measure_benchmarks(model)
-        for label, result in benchmarks.items():
-            metrics.update(result.metrics(label))
-            metrics.update(result.change(label, self.backbone_benchmarks[label]))
+        for name, result in benchmarks.items():
+            metrics.update(result.metrics(name))
+            metrics.update(result.change(name, self.backbone_benchmarks[name]))
         details = self._details(self._statistics(model), outcomes, scores, benchmarks)
         if self.own_text:
             details["own_text_counts"] = own_text_counts(self.own_text)

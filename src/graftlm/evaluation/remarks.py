@@ -163,8 +163,8 @@ def _about_budgets(results: Results) -> Iterator[str]:
         return
     trained = [row for row in results.rows if "train_tokens" in row.metrics]
     for name, what, remedy in _BUDGETS:
-        measured = {row.label: value_of(row.metrics[name]) for row in trained if name in row.metrics}
-        (first, expected), *others = measured.items() or [("", 0.0)]
+        measured = [(row.label, value_of(row.metrics[name])) for row in trained if name in row.metrics]
+        (first, expected), *others = measured or [("", 0.0)]
         different = [
             f"{label} {format_value(name, value)} ({_change(value, expected)})"
             for label, value in others

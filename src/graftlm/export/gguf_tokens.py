@@ -273,6 +273,8 @@ def check_tokenizer(read: PreTrainedTokenizerBase, backbone: Backbone) -> None:
     if backbone.extended is not None:
         first = backbone.extended.first
         texts.append(str(tokenizer.decode(list(range(first, first + backbone.extended.count)))))
+    plain = [token.content for token in tokenizer.added_tokens_decoder.values() if not token.special]
+    texts.append("".join(plain))
     for text in texts:
         expected = tokenizer(text)["input_ids"]
         found = read(text)["input_ids"]

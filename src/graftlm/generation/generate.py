@@ -32,7 +32,7 @@ from graftlm.backbone.chat_templates import Message
 from graftlm.backbone.load import has_chat_template
 from graftlm.config import Config
 from graftlm.data.chats import render_question
-from graftlm.errors import DataError, GraftError
+from graftlm.errors import ArtifactError, DataError, GraftError
 from graftlm.files.reading import decode_utf8
 from graftlm.generation.sums import read_summands, sum_of_grafts
 from graftlm.grafted.model import GraftedModel
@@ -212,6 +212,8 @@ def load_model(
     summands = read_summands(folder)
     if summands:
         folder = next(iter(summands))
+        if is_model(folder):
+            raise ArtifactError(f"{folder} is a complete model, but a sum has grafts: leave the weight out.")
     elif Path(folder).is_dir() and not is_model(folder):
         folder = chosen_graft(Path(folder))
     if chat:

@@ -60,6 +60,10 @@ def sum_of_grafts(summands: Mapping[Path, float], backbone: Backbone, changes: S
             f"Changes of the config were given with a sum of {len(summands)} grafts, but they are for one: leave out "
             "--set, or train with these keys."
         )
+    if backbone.extended is not None:
+        raise GraftError(
+            "A graft of the sum has rows of added tokens, which take no weight: name it alone, without a weight."
+        )
     grafts: dict[str, Graft] = {}
     weights: dict[str, float] = {}
     for folder, weight in summands.items():

@@ -150,6 +150,11 @@ class GraftedModel(TrainerSupport):
                 "ones: detach that model first, or attach all grafts in one GraftedModel."
             )
         self._token_rows = _rows_of_added_tokens(backbone, grafts)
+        if self._token_rows and objectives.anchor:
+            raise GraftError(
+                "anchor lets the bare backbone read new text, whose added tokens it lacks: set anchor to 0, or use "
+                "backbone.without_tokens."
+            )
         self.backbone = backbone
         self.name_or_path = backbone.name
         self.grafts = nn.ModuleDict(dict(grafts))

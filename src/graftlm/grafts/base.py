@@ -60,6 +60,11 @@ class GraftConfig(Config):
     graft_class: ClassVar[type[Graft]]
     label: ClassVar[str]
 
+    @property
+    def changes_at_end(self) -> bool:
+        """Whether the graft's `finish` changes its weights; see `ChangesAtEnd`."""
+        return False
+
     def check_saved(self, values: Mapping[str, object]) -> Self:
         """Return the config to use for a graft whose config was saved.
 

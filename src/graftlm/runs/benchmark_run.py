@@ -9,6 +9,7 @@ from typing import Self
 from graftlm.backbone.load import BackboneConfig
 from graftlm.evaluation import Metric, Row
 from graftlm.evaluation.benchmarks import HarnessTaskConfig, measure_benchmarks
+from graftlm.evaluation.benchmarks.local_files import file_beside
 from graftlm.evaluation.benchmarks.result import read_results, write_results
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.digests import digest
@@ -17,6 +18,15 @@ from graftlm.runs.run import Run, RunContext
 from graftlm.runs.shared import load_shared, load_shared_benchmarks, release_shared
 
 BARE_RESULTS = "benchmarks.json"
+
+
+def settings_of(task: HarnessTaskConfig) -> dict[str, object]:
+    """Return what determines the items of a task, as plain JSON values: its keys, and the file of its shots."""
+    settings = task.model_dump(mode="json")
+    beside = None if task.data is None else file_beside(task.task, task.data)
+    if beside is not None:
+        settings["shots_data"] = str(beside)
+    return settings
 
 
 class BenchmarkRun(Run):
@@ -57,6 +67,7 @@ class BenchmarkRun(Run):
     def settings(self) -> dict[str, object]:
         settings = super().settings()
         del settings["batch_size"], settings["confirm_unsafe_code"]
+        settings["harness"] = [settings_of(task) for task in self.harness]
         return settings
 
     def artefacts(self) -> tuple[str, ...]:

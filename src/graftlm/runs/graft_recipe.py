@@ -11,7 +11,9 @@ from graftlm.backbone.load import BackboneConfig, LearnedTokensConfig
 from graftlm.config import Config
 from graftlm.data import DataConfig, SelfSourceConfig
 from graftlm.errors import RecipeError
+from graftlm.evaluation.benchmarks.presets import preset_labels
 from graftlm.evaluation.evaluator import BACKBONE_ROW, NEW_SET, OLD_SET, EvaluationConfig
+from graftlm.evaluation.measured_names import name_problems
 from graftlm.grafts import GraftConfig, HasSizes, default_config, kinds
 from graftlm.runs.graft_run import AnyGraft, GraftRun
 from graftlm.runs.matching import MatchedGraft, MethodGraft, trained_parameters
@@ -98,6 +100,11 @@ class TextRecipe(Config):
             raise ValueError(
                 "backbone.add_tokens gives the graft rows of its own, which training.sharded can't spread over "
                 "processes: set sharded to false, or leave add_tokens out"
+            )
+        if data.anchor:
+            raise ValueError(
+                "data.anchor lets the bare backbone read the new text, which may contain the tokens of "
+                "backbone.add_tokens: set anchor to 0, or leave add_tokens out"
             )
         is_sampled = all(isinstance(source, SelfSourceConfig) for source in data.old)
         if data.old_objective == "distil" and data.replay_fraction and not is_sampled:
@@ -284,9 +291,27 @@ def check_sections(training: TrainingConfig, data: DataConfig, evaluation: Evalu
         evaluation: its evaluation section.
 
     Raises:
-        ValueError: the training is sharded but uses strengths or distillation, text that continues from step to step
-            does not fit the other keys, or the text of own_kl has the seed of training text.
+        ValueError: two measurements have one name, the training is sharded but uses strengths or distillation, text
+            that continues from step to step does not fit the other keys, or the text of own_kl has the seed of training
+            text.
     """
+    labels = [*(task.label for task in evaluation.harness), *preset_labels(evaluation.preset)]
+    for problem in name_problems(data.test, labels, with_sets=data.sets.are_named):
+        raise ValueError(problem)
+    if evaluation.forgetting_budget is not None and not data.sets.of_domain("old", data.test):
+        known = " or ".join(data.sets.old or (OLD_SET,))
+        raise ValueError(
+            "evaluation.forgetting_budget is set, but no test text is old, so nothing forgotten is measured: name a "
+            f"test text {known}, or leave forgetting_budget out"
+        )
+    if evaluation.strength is not None:
+        tested = [source for sources in data.test.values() for source in sources]
+        for source in (*evaluation.strength.old, *evaluation.strength.new):
+            if source in tested:
+                raise ValueError(
+                    f"evaluation.strength is chosen on the text {source.title}, which is also a test text, so the "
+                    "measured strength would have seen the test: name other text under strength"
+                )
     moves_back = "strengths" if evaluation.strengths else "strength"
     if training.sharded and (evaluation.strengths or evaluation.strength is not None):
         raise ValueError(

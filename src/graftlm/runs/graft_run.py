@@ -47,7 +47,7 @@ from graftlm.grafts import (
     graft_config,
     new_graft,
 )
-from graftlm.runs.benchmark_run import BARE_RESULTS, BenchmarkRun
+from graftlm.runs.benchmark_run import BARE_RESULTS, BenchmarkRun, settings_of
 from graftlm.runs.matching import MatchedSize
 from graftlm.runs.rewriting_run import RewritingRun
 from graftlm.runs.run import Run, RunContext, Trainee, TrainingRun, steps_text
@@ -130,7 +130,7 @@ class GraftRun(TrainingRun):
 
     def _settle_benchmarks(self, evaluation: MutableMapping[str, object]) -> None:
         """Replace the preset and the folder of its data by its tasks, in the settings of the evaluation."""
-        harness = [task.model_dump(mode="json") for task in self.evaluation.benchmarks()]
+        harness = [settings_of(task) for task in self.evaluation.benchmarks()]
         for key in ("harness", "eval_data", "confirm_unsafe_code"):
             del evaluation[key]
         if self.evaluation.preset is None:
@@ -164,6 +164,11 @@ class GraftRun(TrainingRun):
             for own in sources.values():
                 for source in own:
                     next(read_documents(source))
+        if self.graft is not None and self.graft.changes_at_end and self.evaluation.moves_weights_back:
+            raise RecipeError(
+                f"{self.id} changes its weights at the end of training, so that they can't be moved back: "
+                "leave out evaluation.strength and strengths, or what changes the weights."
+            )
         if self.evaluation.ask is not None:
             check_questions(self.evaluation.ask, backbone.need_tokenizer())
 
@@ -568,4 +573,10 @@ def _model_card(
         "|---|---|",
         *(f"| {name} | {format_metric(name, value)} |" for name, value in metrics),
     ]
-    return model_card(backbone.name, config.label, "\n".join(lines), several=bool(trained_after))
+    return model_card(
+        backbone.name,
+        config.label,
+        "\n".join(lines),
+        several=bool(trained_after),
+        with_tokens=backbone.extended is not None,
+    )

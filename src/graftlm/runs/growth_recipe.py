@@ -119,7 +119,8 @@ class GrowthRecipe(TextRecipe):
             training, data = self.changed_sections(stage, f"stages.{name}")
             old = [*data.old, *earlier]
             yield _Stage(name=name, graft=graft, training=training, data=data.model_copy(update={"old": old}))
-            earlier.extend(data.new)
+            # Their weights are relative to each other, and not to the other old text.
+            earlier.extend(source.model_copy(update={"weight": None}) for source in data.new)
 
     def runs(self) -> list[Run]:
         """Return the run of the bare backbone, unless there is nothing to measure, and those of the stages in order."""

@@ -92,7 +92,7 @@ def _size_keys(kind: str) -> Mapping[str, int]:
     if not issubclass(found, HasSizes):
         raise RecipeError(
             f"graft: capacity is match, but a graft of the kind {kind} has no size that can be chosen: leave capacity "
-            "out, or choose another kind, such as lora."
+            "out, or choose another kind."
         )
     return found.size_keys
 

@@ -122,7 +122,13 @@ def _short_card(manifest: Manifest, backbone: Backbone) -> str:
         f"Kind: {manifest.kind}, {manifest.parameters:,} parameters. "
         "The backbone's weights are not in this folder and were never changed."
     )
-    return model_card(backbone.name, "A graft", text, kind=backbone.kind)
+    return model_card(
+        backbone.name,
+        "A graft",
+        text,
+        kind=backbone.kind,
+        with_tokens=backbone.extended is not None,
+    )
 
 
 def _check_target(folder: Path) -> None:

@@ -7,7 +7,15 @@ from graftlm.files.hub import hub_name
 from graftlm.files.model_files import PACKAGED_MODELS
 
 
-def model_card(backbone: str, title: str, text: str, *, kind: BackboneKind = "causal-lm", several: bool = False) -> str:
+def model_card(
+    backbone: str,
+    title: str,
+    text: str,
+    *,
+    kind: BackboneKind = "causal-lm",
+    several: bool = False,
+    with_tokens: bool = False,
+) -> str:
     """Return the card of a graft as Markdown: a description, and code that loads the graft.
 
     Args:
@@ -16,6 +24,7 @@ def model_card(backbone: str, title: str, text: str, *, kind: BackboneKind = "ca
         text: body of the card in Markdown.
         kind: the kind with which the code loads the backbone.
         several: the code also loads the grafts that were attached while this one was trained.
+        with_tokens: the graft has rows of added tokens, which the folder records.
     """
     _, repository = PACKAGED_MODELS.get(backbone.lower(), ("", backbone))
     name = hub_name(repository)
@@ -27,8 +36,13 @@ def model_card(backbone: str, title: str, text: str, *, kind: BackboneKind = "ca
     else:
         loader = "load_graft"
         grafts = '{"graft": load_graft("this-folder", backbone)}'
+    if with_tokens:
+        imports = f"from graftlm import GraftedModel, {loader}\nfrom graftlm.store.artifact import backbone_of\n"
+        backbone_line = f'backbone = backbone_of("this-folder", {backbone!r})'
+    else:
+        imports = f"from graftlm import GraftedModel, load_backbone, {loader}\n"
+        backbone_line = f"backbone = load_backbone({backbone!r}{options})"
     return (
         f"---\nlibrary_name: graftlm\n{base}---\n\n# {title} for {backbone}\n\n{text}\n\n"
-        f"```python\nfrom graftlm import GraftedModel, load_backbone, {loader}\n\n"
-        f"backbone = load_backbone({backbone!r}{options})\nmodel = GraftedModel(backbone, {grafts})\n```\n"
+        f"```python\n{imports}\n{backbone_line}\nmodel = GraftedModel(backbone, {grafts})\n```\n"
     )

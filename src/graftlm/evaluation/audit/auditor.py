@@ -190,6 +190,7 @@ class _Auditor:
         self.conversations: list[Conversation] = []
         self.pairs: list[AnswerPair] = []
         self.details: dict[str, object] = {}
+        self.has_same_tokens = True
 
     def run(self, given: Auditable, out: str | Path | None) -> Audit:
         """Measure everything.
@@ -199,6 +200,7 @@ class _Auditor:
             out: the folder of that text.
         """
         difference = tokenizer_difference(self.base.tokenizer, self.tuned.tokenizer)
+        self.has_same_tokens = difference is None
         if difference is None:
             self._note_templates()
             samples = self._sample_own_text(given, out)
@@ -420,9 +422,11 @@ class _Auditor:
     def _compare_benchmarks(self) -> None:
         results = []
         for model, metrics in self._sides():
+            # Both in BASE's template, as everything else, if the token ids are the same.
+            tokenizer = self.base.tokenizer if self.has_same_tokens else model.tokenizer
             measured = measure_benchmarks(
                 model.predictor,
-                model.tokenizer,
+                tokenizer,
                 self.benchmarks,
                 batch_size=2 * self.config.batch_size,
                 progress=self.progress,

@@ -58,3 +58,5 @@ class AuditConfig(Config):
         problem = duplicate_problem(self.harness)
         if problem is not None:
             yield problem
+        if self.eval_data is not None and self.preset is None:
+            yield "eval_data is set, but only a preset reads it: set preset, or leave eval_data out"

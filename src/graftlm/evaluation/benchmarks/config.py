@@ -11,6 +11,7 @@ from graftlm.config import Config
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _TAKEN = {"old", "new", "learned", "forgotten", "spill", "own_kl", "chat_kl", "new_kl", "stops", "kept_answers"}
+"""Metrics of a recipe or of an audit."""
 
 
 class HarnessTaskConfig(Config):

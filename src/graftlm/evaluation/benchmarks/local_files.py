@@ -103,12 +103,34 @@ def _read_task(files: _Files, part: str, file: Path) -> LocalTask:
     rows = files.read(file)
     if not rows:
         raise DataError(f"{file} has no rows: name a file with at least one.")
-    shots = []
-    if files.train is not None:
-        train = file.parent / files.train.format(part)
-        if train.is_file() and train != file:
-            shots = files.read(train)
+    train = _file_of_shots(files, part, file)
+    shots = [] if train is None else files.read(train)
     return LocalTask(definition=files.definition.format(part), rows=rows, shots=shots)
+
+
+def _file_of_shots(files: _Files, part: str, file: Path) -> Path | None:
+    """Return the file with the solved examples of a task, which stands beside its data; None without one."""
+    if files.train is None:
+        return None
+    train = file.parent / files.train.format(part)
+    return train if train.is_file() and train != file else None
+
+
+def file_beside(task: str, data: str | Path) -> Path | None:
+    """Return the file with solved examples that is read although `data` names another file; None if there is none.
+
+    Args:
+        task: name of the task.
+        data: its file or folder. Everything in a folder belongs to the data.
+
+    Raises:
+        EvaluationError: the task has no known form of local data.
+    """
+    file = Path(data).expanduser()
+    if not file.is_file():
+        return None
+    files, part = _files_of(task)
+    return _file_of_shots(files, part or "", file)
 
 
 def _files_of(task: str) -> tuple[_Files, str | None]:

@@ -145,6 +145,9 @@ class _Runner:
         if kind == "generate_until" and not any(_samples(instance) for instance in instances):
             self._generate(instances)
             return
+        if kind == "loglikelihood":
+            rows = [self._prompt_ids("".join(instance.args)) for instance in instances]
+            self._check_room(rows, max_sequence_length(self.model), "nothing")
         repeated = [instance for instance in instances for _ in range(instance.repeats or 1)]
         answers = getattr(self.adapter, kind)(repeated, disable_tqdm=True)
         for instance, answer in zip(repeated, answers, strict=True):
@@ -171,7 +174,8 @@ class _Runner:
                 f"Answers of {length} tokens to {self.benchmark.label} leave no room for a prompt in the model's "
                 f"{room + length} positions: lower max_tokens."
             )
-        rows = [self._prompt_ids(instance.args[0])[-room:] for instance in instances]
+        rows = [self._prompt_ids(instance.args[0]) for instance in instances]
+        self._check_room(rows, room, f"answers of {length} tokens")
         ends = end_ids(self.model, self.tokenizer)
         if self._is_chat():
             ends |= answer_end_ids(self.model, self.tokenizer)
@@ -185,6 +189,21 @@ class _Runner:
             batch_size=2 * self.batch_size,
             on_batch=on_batch,
         )
+
+    def _check_room(self, rows: Sequence[Sequence[int]], room: int, besides: str) -> None:
+        """Raise `EvaluationError` if a row is too long, which the harness would cut at its beginning.
+
+        Args:
+            rows: token ids.
+            room: maximum number of tokens.
+            besides: what takes the other positions.
+        """
+        longest = max(len(row) for row in rows)
+        if longest > room:
+            raise EvaluationError(
+                f"A prompt of {self.benchmark.label} has {longest:,} tokens, but besides {besides} the model's "
+                f"positions have room for {room:,}: lower max_tokens or shots, or leave the task out."
+            )
 
     def _prompt_ids(self, prompt: str) -> list[int]:
         """Return the token ids of a prompt, with one BOS token if the tokenizer puts one before texts."""

@@ -27,6 +27,11 @@ _RETENTION = {  # by the folder of the data
 }
 
 
+def preset_labels(preset: PresetName | None) -> list[str]:
+    """Return the names of the metrics of a preset's tasks; None has none."""
+    return [] if preset is None else [task.label for task in _RETENTION.values()]
+
+
 def preset_tasks(preset: PresetName | None, eval_data: str | None) -> list[HarnessTaskConfig]:
     """Return the tasks of a preset.
 

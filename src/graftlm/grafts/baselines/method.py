@@ -44,6 +44,10 @@ class LoRABaselineConfig(GraftConfig):
     scale: float = Field(1.0, gt=0)
     intruders: float | None = Field(None, gt=0, le=1)
 
+    @property
+    def changes_at_end(self) -> bool:
+        return self.intruders is not None
+
     @model_serializer(mode="wrap")
     def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
         """Leave out `intruders` at its default, so that earlier runs keep their keys."""
