@@ -109,7 +109,7 @@ def test_a_registered_name_that_can_not_be_imported_is_named(monkeypatch: pytest
 
 def test_the_contract_is_narrow() -> None:
     own = [name for name in vars(Graft) if not name.startswith("_") and callable(getattr(Graft, name))]
-    assert {"taps", "prepare", "auxiliary_loss", "observe", "describe"} == set(own)
+    assert {"taps", "prepare", "auxiliary_loss", "observe", "describe", "add_token_rows"} == set(own)
     assert len(own) < 8
     assert issubclass(FineTuning, HasTensors)
     assert not issubclass(FineTuning, HasHeads | FitsOnText)

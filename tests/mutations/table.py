@@ -226,7 +226,7 @@ MUTATIONS = [
         ("capacity of one layer", "baselines", _BLOCKS, "weights * layers / in_layers", "weights / in_layers"),
         ("DoRA without magnitudes", "baselines", _PEFT_CONFIG, '{"use_dora": True}', '{"use_dora": False}'),
         ("IA3 scales what the FFN writes", "baselines", _PEFT, '"feedforward_modules": outputs', '"feedforward_modules": []'),
-        ("OSF's projection lost by a cast", "baselines", _PEFT_MODEL, "layer._attach_hooks(_ADAPTER)", "pass"),
+        ("OSF's projection lost by a cast", "baselines", _PEFT_MODEL, "layer._attach_hooks(ADAPTER)", "pass"),
         ("any start accepted", "baselines", _PEFT, "_START_TOLERANCE = 1e-4", "_START_TOLERANCE = 1e4"),
         # Conditional tasks
         ("FiLM's gain added", "tasks", _MODULES, "torch.addcmul(shift, y_BTD, gain)", "shift + gain + 0 * y_BTD"),
@@ -264,7 +264,7 @@ MUTATIONS = [
         ("divergence the other way round", "own text", "evaluation/scores.py", "F.kl_div(log_q, log_p,", "F.kl_div(log_p, log_q,"),
         ("divergence of padding", "own text", "evaluation/windows.py", "is_scored = labels != -100", "is_scored = labels >= -100"),
         ("header of an answer scored as sampled", "own text", "evaluation/windows.py", "first=start,\n                bytes=np.zeros(stop - start", "first=start - 1,\n                bytes=np.zeros(stop - start + 1"),
-        ("new rows distil", "own text", "grafted/chunked_losses.py", "self.is_old_row = domain == OLD_DOMAIN", "self.is_old_row = domain != OLD_DOMAIN"),
+        ("new rows distil", "own text", "grafted/chunked_losses.py", "is_old_row = losses.domain == OLD_DOMAIN", "is_old_row = losses.domain != OLD_DOMAIN"),
         ("old rows replay beside distilling", "own text", "grafted/chunked_losses.py", "predictions.select(~is_old), targets.labels[~is_old]", "predictions, targets.labels"),
         ("a chunk's loss without its place", "loss", "grafted/chunked_losses.py", "target_loss(logits, targets[rows], totals)", "target_loss(logits, targets[: len(logits)], totals)"),
         ("gradients of the last chunk only", "loss", "grafted/chunked_losses.py", "total_gradient += gradient", "total_gradient.copy_(gradient)"),

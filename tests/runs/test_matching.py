@@ -92,7 +92,7 @@ def test_a_composition_matches_by_its_stride_and_is_matched(tiny_backbone) -> No
         ({"kind": "llama-pro", "blocks": 1}, "blocks"),
         ({"kind": "peft", "method": "IA3"}, "IA3"),
         ({"kind": "peft", "method": "LORA", "options": {"r": 4}}, "r,"),
-        ({"kind": "token-routing", "experts": {"a": {"path": "folder", "texts": ["one"]}}}, "adapters"),
+        ({"kind": "token-routing", "experts": {"a": {"path": "folder", "texts": ["one"]}}}, "expert"),
         ({"kind": "composition", "augmenting": {"a": {"name": "vanilla", "stride": 1}}}, "stride"),
     ],
 )

@@ -238,15 +238,27 @@ def _check_frozen_models(graft: Graft, manifest: Manifest, folder: str | Path) -
 
 def _load_tensors(graft: Graft, tensors: dict[str, Tensor]) -> None:
     if isinstance(graft, HasTensors):
-        rows = _row_tensors(graft)
-        check_tensors(rows, {name: tensor for name, tensor in tensors.items() if name.startswith(_ROWS_PREFIX)})
-        for name, tensor in rows.items():
-            tensor.copy_(tensors[name])
-        own = graft.tensors()
-        graft.load_tensors({name: tensor for name, tensor in tensors.items() if name in own or name not in rows})
+        graft.load_tensors(_without_rows(graft, tensors))
         return
     check_tensors(graft.state_dict(), tensors)
     graft.load_state_dict(tensors)
+
+
+def _without_rows(graft: HasTensors, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Load the rows of added tokens, and return the tensors that the graft loads itself.
+
+    Raises:
+        ArtifactError: names or shapes of the rows differ.
+    """
+    assert isinstance(graft, Graft), "the tensors are those of a graft"
+    rows = _row_tensors(graft)
+    check_tensors(rows, {name: tensor for name, tensor in tensors.items() if name.startswith(_ROWS_PREFIX)})
+    if not rows:
+        return tensors
+    for name, tensor in rows.items():
+        tensor.copy_(tensors[name])
+    own = graft.tensors()
+    return {name: tensor for name, tensor in tensors.items() if name in own or name not in rows}
 
 
 def load_grafts(folder: str | Path, backbone: Backbone, changes: Sequence[str] = ()) -> dict[str, Graft]:

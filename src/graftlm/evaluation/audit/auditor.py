@@ -199,7 +199,8 @@ class _Auditor:
             given: the base as the user named it, for the identity of its sampled text.
             out: the folder of that text.
         """
-        difference = tokenizer_difference(self.base.tokenizer, self.tuned.tokenizer)
+        texts = {name: "\n".join(each.text for each in own) for name, own in self.documents.items()}
+        difference = tokenizer_difference(self.base.tokenizer, self.tuned.tokenizer, texts)
         self.has_same_tokens = difference is None
         if difference is None:
             self._note_templates()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.backbone.chat_templates import render_messages
 from graftlm.errors import first_line
 
 _CONVERSATION = (("user", "Where?"), ("assistant", "There."), ("user", "Why?"))
-_COMPARED_TOKENS = 64
+_COMPARED_CHARACTERS = 20_000
 _PROBES = (
     "The 3 cafés cost 1,250.75 €.",
     "def f(x):\n\treturn  x ** 2\n",
@@ -19,11 +22,18 @@ _SHOWN_BEFORE = 10  # characters of a template before the first difference
 _SHOWN_AFTER = 20
 
 
-def tokenizer_difference(base: PreTrainedTokenizerBase, tuned: PreTrainedTokenizerBase) -> str | None:
+def tokenizer_difference(
+    base: PreTrainedTokenizerBase, tuned: PreTrainedTokenizerBase, texts: Mapping[str, str] = MappingProxyType({})
+) -> str | None:
     """Describe the first difference found between two tokenizers; None if none is found.
 
-    The ids of all tokens of `base` are compared, and the ids that both give to a few sample texts, and to tokens that
-    only `tuned` has. Special tokens that only `tuned` has don't count.
+    The ids of all tokens of `base` are compared, and the ids that both give to a few sample texts and to the beginnings
+    of other texts. Tokens that only `tuned` has don't count beyond that.
+
+    Args:
+        base: the tokenizer of the base.
+        tuned: the other tokenizer.
+        texts: texts on which the models are compared, by name.
     """
     if base is tuned:
         return None
@@ -35,12 +45,10 @@ def tokenizer_difference(base: PreTrainedTokenizerBase, tuned: PreTrainedTokeniz
     for text in _PROBES:
         if base(text)["input_ids"] != tuned(text)["input_ids"]:
             return "they encode a sample text differently"
-    special = set(tuned.all_special_tokens)
-    added = [number for token, number in tuned_ids.items() if token not in base_ids and token not in special]
-    for number in sorted(added)[:_COMPARED_TOKENS]:
-        text = str(tuned.decode([number]))
-        if base(text)["input_ids"] != tuned(text)["input_ids"]:
-            return f"TUNED has {len(added):,} tokens that BASE lacks, such as {text!r}"
+    for name, text in texts.items():
+        start = text[:_COMPARED_CHARACTERS]
+        if base(start)["input_ids"] != tuned(start)["input_ids"]:
+            return f"they encode the text {name} differently"
     return None
 
 
