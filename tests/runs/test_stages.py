@@ -106,6 +106,13 @@ def test_the_model_after_each_stage_is_served_under_its_name(grown: Path, host: 
     assert any(label.startswith(("first: ", "second: ")) for label in values)
 
 
+def test_a_stage_is_no_part_of_a_sum(grown: Path, host: Backbone) -> None:
+    body = {"prompt": "the fox", "max_tokens": 1, "model": "first+second"}
+    service = open_service(host, folder=grown, name="tiny")
+    status = answers(service, lambda client: client.post("/v1/completions", json=body).status_code)
+    assert status == 400
+
+
 def test_a_given_folder_is_the_last_stage(grown: Path, host: Backbone) -> None:
     service = open_service(host, {"all": grown}, name="tiny")
     assert answers(service, lambda client: service.engine.names) == ("tiny", "all")

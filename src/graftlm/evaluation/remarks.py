@@ -16,7 +16,11 @@ _ALL = 0.95  # share from which nearly all gates are open
 
 _TOLERANCE = 0.05  # relative difference of parameters or tokens up to which rows count as equal
 _BUDGETS = (  # metric, its name in sentences, and what makes it equal
-    ("trainable_parameters", "The trainable parameters", "To give methods one size, set their capacity to match."),
+    (
+        "trainable_parameters",
+        "The trainable parameters",
+        "With capacity: match sizes are as near as a kind allows.",
+    ),
     ("train_tokens", "The tokens read", "To give methods one budget, give them the same steps, rows and texts."),
 )
 

@@ -11,6 +11,7 @@ from graftlm.errors import BackboneError, GraftError, TapConflictError
 from graftlm.grafted.graft_set import GraftSet, supports_row_groups
 from graftlm.grafts import Graft
 from graftlm.grafts.low_rank_taps import LowRankTaps
+from graftlm.grafts.stack import Stack
 from graftlm.grafts.sums import check_weight
 from graftlm.serving.protocol import (
     ContextLengthError,
@@ -198,6 +199,11 @@ class ModelRegistry:
 
     def _check_mixture(self, grafts: Mapping[str, Graft]) -> None:
         for name, graft in grafts.items():
+            if isinstance(graft, Stack):
+                raise ServingError(
+                    f"{name} is a stage, which contains the grafts of earlier stages and can't be part of a sum: "
+                    "request it alone."
+                )
             if not supports_row_groups(graft):
                 raise ServingError(
                     f"The graft {name} replaces or adds modules of the model and can't be part of a mixture: request "
