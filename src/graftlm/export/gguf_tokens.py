@@ -269,7 +269,7 @@ def check_tokenizer(read: PreTrainedTokenizerBase, backbone: Backbone) -> None:
         backbone: the backbone with the original. A text of its added tokens is compared, too.
     """
     tokenizer = backbone.need_tokenizer()
-    texts = list(PROBES)
+    texts: list[str] = [*PROBES]
     if backbone.extended is not None:
         first = backbone.extended.first
         texts.append(str(tokenizer.decode(list(range(first, first + backbone.extended.count)))))

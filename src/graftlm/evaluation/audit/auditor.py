@@ -116,6 +116,11 @@ def _documents(name: str, text: Text) -> Sequence[str | Document]:
     return text
 
 
+def _joined(documents: Sequence[str | Document]) -> str:
+    texts = [document.full_text if isinstance(document, Document) else document for document in documents]
+    return "\n".join(texts)
+
+
 def _check_names(documents: Mapping[str, Sequence[str | Document]], config: AuditConfig) -> None:
     """Check names of texts, the budget, and that there is something to compare, before any model is loaded."""
     known = _budget_metrics(documents, config)
@@ -199,7 +204,7 @@ class _Auditor:
             given: the base as the user named it, for the identity of its sampled text.
             out: the folder of that text.
         """
-        texts = {name: "\n".join(each.text for each in own) for name, own in self.documents.items()}
+        texts = {name: _joined(documents) for name, documents in self.documents.items()}
         difference = tokenizer_difference(self.base.tokenizer, self.tuned.tokenizer, texts)
         self.has_same_tokens = difference is None
         if difference is None:

@@ -146,7 +146,7 @@ class _Runner:
             self._generate(instances)
             return
         if kind == "loglikelihood":
-            rows = [self._prompt_ids("".join(instance.args)) for instance in instances]
+            rows = [self._prompt_ids(f"{instance.args[0]}{instance.args[1]}") for instance in instances]
             self._check_room(rows, max_sequence_length(self.model), "nothing")
         repeated = [instance for instance in instances for _ in range(instance.repeats or 1)]
         answers = getattr(self.adapter, kind)(repeated, disable_tqdm=True)
