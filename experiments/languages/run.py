@@ -132,7 +132,7 @@ def run(options: Options) -> Results:
     study = LanguagesStudy(options, write_texts(options.data, options.out / "texts"))
     rows = []
     shares: dict[str, dict[str, float]] = {}
-    tables = options.chosen(TABLES, ("smollm2",) if options.backbone else TABLES)
+    tables = options.chosen(TABLES, ("smollm2",))
     for table in tables:
         trained = []
         for seed in study.seeds:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmark_files import write_nq_open
 from experiments import Options, reproduce
 from experiments.chat_smollm2.run import ROWS as CHAT_ROWS
 from experiments.chat_smollm2.run import conversations as conversations_of
@@ -92,6 +93,28 @@ def test_growth_measures_what_later_stages_lose(folder: Path, tiny_backbone) -> 
     assert value_of(together["over_alone_de"]) == pytest.approx(lost / value_of(alone["de"]), abs=1e-6)
     assert "lost_fr" in results.row("lora_sequential").metrics
     assert len(results.aims) == 5
+
+
+def test_three_languages_have_their_shares(folder: Path, tiny_backbone) -> None:
+    sentences = ["the old house", "her morning letter said", "a river that walked under the garden"] * 60
+    treebank = "".join(f"# text = {sentence}\n1\tx\tO\n\n" for sentence in sentences)
+    texts = {
+        "ner/uner_da/da_ddt-ud-train.iob2": treebank,
+        "ner/uner_sk/sk_snk-ud-train.iob2": treebank,
+        "parallel/bible/CzeBKR.txt": "".join(f"[1:{n}] {sentence}\n" for n, sentence in enumerate(sentences)),
+        **{f"parallel/ntrex/newstest2019-ref.{code}.txt": "\n".join(sentences) for code in ("dan", "slk", "ces")},
+    }
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    write_nq_open(folder / "eval", 4)
+    results = results_of("languages", folder, tiny_backbone("llama"))
+    bare, trained = results.rows
+    assert trained.id == "smollm2"
+    assert {"learned_da", "learned_sk", "learned_cs", "forgotten", "nq_open_change"} <= trained.metrics.keys()
+    assert "nq_open" in bare.metrics
+    assert sum(results.details["token_shares"]["smollm2"].values()) == pytest.approx(1)
 
 
 def test_self_replay_gives_each_row_a_search(folder: Path, tiny_backbone) -> None:
