@@ -1,8 +1,8 @@
 """Answers that the backbone samples: to the new prompts, as old text, and in its own words, as new text.
 
-The answers of a backbone to the prompts of a task are text of its own distribution. Trained on as old text, they hold
-the model where the task moves it. Given the right answer as well, the backbone writes it in its own words; a model that
-is trained on these words moves less than one that is trained on the given ones (Yang et al., 2024, arXiv 2402.13669).
+As old text, the backbone's answers to the prompts of a task keep the model near the backbone on that task. Given the
+right answer as well, the backbone writes it in its own words. A model that is trained on these words moves less than
+one that is trained on the given ones (Yang et al., 2024, arXiv 2402.13669).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def name_problems(tests: Iterable[str], benchmarks: Iterable[str], *, with_sets:
         benchmarks: names of the metrics of benchmarks.
         with_sets: whether the test texts are named after sets.
     """
-    owners = dict.fromkeys(_OWN_METRICS, "a measurement of its own")
+    owners = dict.fromkeys(_OWN_METRICS, "another measurement")
     for name in tests:
         if with_sets and not _NAME.fullmatch(name):
             yield f"a set of texts is named {name!r}, but letters, digits, _, - and . are expected: choose another name"
@@ -55,7 +55,7 @@ def name_problems(tests: Iterable[str], benchmarks: Iterable[str], *, with_sets:
 
 
 def _metrics_of_text(name: str) -> list[str]:
-    """Return the names of the metrics of a test text. The change of `old` and `new` has a name of its own."""
+    """Return the names of the metrics of a test text. The changes of `old` and `new` are `forgotten` and `learned`."""
     own = [name, f"{name}_bpb", f"{name}_kl"]
     return own if name in ("old", "new") else [*own, f"learned_{name}", f"forgotten_{name}"]
 

@@ -39,7 +39,7 @@ def offline_if_unreachable() -> Iterator[bool]:
 def _is_reachable() -> bool:
     """Return whether a connection to the hub, or to the proxy before it, opens within 0.8 seconds.
 
-    A thread connects, since looking up a name has no time limit of its own.
+    A thread connects, since the lookup of a name has no time limit.
     """
     endpoint = os.environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT
     proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")

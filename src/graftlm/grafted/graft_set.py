@@ -431,7 +431,7 @@ class MultiGraftModel:
 def _most_columns(owner: Hashable) -> int:
     """Return the largest number of columns with which a decode step of these grafts is one graph; 0 for none."""
     assert isinstance(owner, GraftSet)
-    if owner.weights:  # each weight would be a constant of code of its own
+    if owner.weights:  # every new weight would be compiled again
         return 0
     most = sys.maxsize
     for _, graft in owner.grafts:

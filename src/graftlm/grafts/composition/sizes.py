@@ -48,7 +48,7 @@ def stride_sizes(config: CompositionConfig, anchor: Backbone) -> Sizes:
         anchor: the backbone of the composition.
 
     Raises:
-        RecipeError: there are no cross-attentions, or every augmenting model has a stride or pairs of its own.
+        RecipeError: there are no cross-attentions, or every augmenting model sets its stride or pairs.
         GraftError: an augmenting model can't be loaded, or no stride gives pairs with it.
     """
     free = [name for name, model in config.augmenting.items() if model.stride is None and not model.pairs]
