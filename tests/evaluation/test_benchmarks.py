@@ -571,6 +571,15 @@ def test_the_hub_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("index")
+def test_a_limit_leaves_no_task_of_a_group_out(tmp_path: Path) -> None:
+    files.write_bbh(tmp_path)
+    with pytest.raises(EvaluationError) as error:
+        load_benchmarks([config("bbh_zeroshot", tmp_path, limit=1)])
+    assert "limit" in str(error.value)
+    (benchmark,) = load_benchmarks([config("bbh_zeroshot", tmp_path, limit=2)])
+    assert [len(task.items) for task in benchmark.tasks] == [1, 1]
+
+
 def test_unknown_tasks_and_tasks_that_run_code_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks: Any = import_module("graftlm.evaluation.harness_tasks")
     few = tasks.task_manager(["nq_open"])

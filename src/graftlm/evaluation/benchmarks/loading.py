@@ -130,6 +130,7 @@ def _load_local(config: HarnessTaskConfig, data: str) -> Benchmark:
     left_out = sum(source.left_out for source in sources)
     if not any(source.rows for source in sources):
         raise EvaluationError(f"The data of {config.label} has no items that can be scored: name other data.")
+    _check_limit(config, len(sources))
     items = choose_items([source.most_items for source in sources], config.limit, config.seed)
     tasks = [source.task(chosen) for source, chosen in zip(sources, items, strict=True) if chosen]
     if not tasks:
@@ -177,6 +178,15 @@ class _LocalSource:
 
 def _scorable(rows: list[Values], task: str) -> list[Values]:
     return [row for row in rows if is_checkable(row)] if task == _IFEVAL else rows
+
+
+def _check_limit(config: HarnessTaskConfig, tasks: int) -> None:
+    """Raise `EvaluationError` if a limit leaves some tasks of a group without an item."""
+    if config.limit is not None and config.limit < tasks:
+        raise EvaluationError(
+            f"The limit of {config.label} is {config.limit}, but the group has {tasks} tasks, of which each needs an "
+            f"item: raise the limit to at least {tasks}, or name single tasks."
+        )
 
 
 def choose_items(sizes: Sequence[int], limit: int | None, seed: int | None) -> list[list[int]]:
@@ -236,6 +246,7 @@ def _load_from_hub(config: HarnessTaskConfig, confirm_unsafe_code: bool) -> Benc
     check_task_names([config.task], manager.all_tasks)
     refuse_unsafe_code(manager, [config.task], confirmed=confirm_unsafe_code)
     tasks = _stock_tasks(task_index, manager, config, confirm_unsafe_code)
+    _check_limit(config, len(tasks))
     left_out = 0
     scorable = []
     for task in tasks:
