@@ -112,7 +112,9 @@ class FactsStudy(Study):
     def __init__(self, options: Options, named: Sequence[str], table: str = "main") -> None:
         super().__init__(options)
         self.table = table
-        self.backbone = BackboneConfig(name=options.backbone or MODEL, dtype="float32", device=options.device)
+        self.backbone = BackboneConfig(
+            name=options.backbone or MODEL, dtype="float32", device=options.device, attn_implementation="eager"
+        )
         self.scaled = {SCALED[row] for row in named if row in SCALED}
         device = default_device() if options.device is None else torch.device(options.device)
         self.precision: Precision = training_precision(device)

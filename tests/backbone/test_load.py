@@ -27,6 +27,7 @@ from graftlm.backbone import (
     max_sequence_length,
     padding_id,
 )
+from graftlm.backbone.load import BackboneConfig
 from graftlm.errors import BackboneError, UnknownFamilyError
 from tiny import ENCODERS, FAMILIES, USUAL, BackboneFolder, save_tiny_backbone, tiny_ids, tiny_model, tiny_tokenizer
 
@@ -60,6 +61,17 @@ def test_a_refused_row_is_forgotten(tiny_backbone: BackboneFolder) -> None:
     with pytest.raises(UnknownFamilyError):
         load_backbone(tiny_backbone("llama"), family="bert")
     load_backbone(tiny_backbone("llama"))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attention_is_computed_as_requested(implementation: str, tiny_backbone: BackboneFolder) -> None:
+    model = BackboneConfig(name=str(tiny_backbone("llama")), device="cpu", attn_implementation=implementation).load()
+    assert model.bare_model.config._attn_implementation == implementation
+
+
+def test_an_unknown_attention_is_refused(tiny_backbone: BackboneFolder) -> None:
+    with pytest.raises(BackboneError, match="flash"):
+        load_backbone(tiny_backbone("llama"), attn_implementation="flash")  # type: ignore[arg-type]
 
 
 def test_dtype_and_kind_are_those_requested(tiny_backbone: BackboneFolder) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from pydantic import Field, model_serializer
@@ -27,6 +27,9 @@ from graftlm.models import register
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+AttentionImplementation = Literal["sdpa", "eager"]
+"""The implementations of attention that keep every mask of this package, and may receive a bias."""
+
 _LOADERS: dict[BackboneKind, str] = {
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
@@ -43,6 +46,7 @@ def load_backbone(
     trust_remote_code: bool = False,
     tokenizer_required: bool = True,
     family: str | Mapping[str, object] | None = None,
+    attn_implementation: AttentionImplementation | None = None,
 ) -> Backbone:
     """Load a model and its tokenizer by a name on the Hugging Face hub, from a folder, or from a GGUF file.
 
@@ -57,24 +61,26 @@ def load_backbone(
         trust_remote_code: run model code that comes with the checkpoint.
         tokenizer_required: raise here, rather than when text is first read, if the tokenizer is missing.
         family: where the architecture keeps its modules, as `register_family` takes it; None for known architectures.
+        attn_implementation: how attention is computed, `sdpa` or `eager`; None for what transformers chooses.
 
     Raises:
-        BackboneError: the kind or the dtype is unknown; the model does not exist, has no head of this kind, or its
-            files are broken or pickled; the tokenizer is required but missing; or the device can't be used.
+        BackboneError: the kind, the dtype or the implementation of attention is unknown; the model does not exist, has
+            no head of this kind, or its files are broken or pickled; the tokenizer is required but missing; or the
+            device can't be used.
         MissingExtraError: the name is a GGUF file, and the package gguf is not installed.
         UnknownFamilyError: the architecture has an unknown structure, or `family` does not fit it. Usually no weights
             have been loaded then.
         TapError: the family names a module that the model does not have.
     """
     name = str(name)
-    _check_options(kind, dtype)
+    _check_options(kind, dtype, attn_implementation)
     files = find_model(name)
     with reading_gguf_once() if files.gguf_file else nullcontext():
         config = _gguf_config(name, files)
         if files.gguf_file:
             check_split(name, read_header(name, files))
         _check_structure(name, files, kind, family, config, trust_remote_code=trust_remote_code)
-        model = _load_model(name, files, kind, dtype, config, trust_remote_code=trust_remote_code)
+        model = _load_model(name, files, kind, dtype, config, attn_implementation, trust_remote_code=trust_remote_code)
         with stated_config(config):
             tokenizer = load_tokenizer(name, files, trust_remote_code=trust_remote_code)
     backbone = Backbone.wrap(model, tokenizer, name, kind)
@@ -85,10 +91,16 @@ def load_backbone(
     return backbone
 
 
-def _check_options(kind: str, dtype: str | torch.dtype) -> None:
-    """Raise `BackboneError` for a kind or a dtype that does not exist."""
+def _check_options(kind: str, dtype: str | torch.dtype, attn_implementation: str | None) -> None:
+    """Raise `BackboneError` for a kind, a dtype or an implementation of attention that does not exist."""
     if kind not in _LOADERS:
         raise BackboneError(f"There is no kind of backbone {kind!r}: choose one of {', '.join(_LOADERS)}.")
+    implementations = get_args(AttentionImplementation)
+    if attn_implementation is not None and attn_implementation not in implementations:
+        raise BackboneError(
+            f"There is no implementation of attention {attn_implementation!r}: choose {' or '.join(implementations)}, "
+            "or omit it."
+        )
     if dtype == "auto":
         return
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -279,6 +291,7 @@ def _load_model(
     kind: BackboneKind,
     dtype: str | torch.dtype,
     gguf_config: PreTrainedConfig | None,
+    attn_implementation: str | None,
     *,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
@@ -293,6 +306,8 @@ def _load_model(
         "output_loading_info": True,
         **files.options,
     }
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
     if gguf_config is not None:
         options["config"] = gguf_config
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -366,6 +381,11 @@ class BackboneConfig(Config):
         description="Where a model of an unknown family keeps its modules: another model type, or the fields of a "
         "family.",
     )
+    attn_implementation: AttentionImplementation | None = Field(
+        None,
+        description="How attention is computed; transformers' choice by default. Where a CPU trains short rows in "
+        "bfloat16, `eager` is the faster one.",
+    )
     add_tokens: list[str] | LearnedTokensConfig | None = Field(
         None,
         description="Tokens whose rows belong to the graft: a list of texts, or `{learn: 2000}` for as many that are "
@@ -381,10 +401,11 @@ class BackboneConfig(Config):
 
     @model_serializer(mode="wrap")
     def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
-        """Leave out `add_tokens` without any, so that earlier runs keep their keys."""
+        """Leave out later fields without a value, so that earlier runs keep their keys."""
         values = serialize(self)
-        if values.get("add_tokens") is None:
-            values.pop("add_tokens", None)
+        for name in ("add_tokens", "attn_implementation"):
+            if values.get(name) is None:
+                values.pop(name, None)
         return values
 
     @property
@@ -412,4 +433,5 @@ class BackboneConfig(Config):
             device=self.device or default_device(),
             trust_remote_code=self.trust_remote_code,
             family=self.family,
+            attn_implementation=self.attn_implementation,
         )
