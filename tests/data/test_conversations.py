@@ -606,6 +606,28 @@ def test_keys_that_the_template_does_not_read_are_counted(tmp_path: Path) -> Non
         assert build_mixture(config, tokenizer, 1).ignored_keys().keys() <= {"column images"}
 
 
+@pytest.mark.parametrize("answer", ["messages_column", "text_column"])
+def test_an_input_beside_the_prompt_is_counted(answer: str, tmp_path: Path) -> None:
+    rows = [
+        {"instruction": "Add.", "input": "2 and 3", "output": "5"},
+        {"instruction": "Greet.", "input": "", "output": "Hello"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    source = {"path": str(path), "prompt_column": "instruction", answer: "output"}
+    config = DataConfig.parse({"new": [source], "replay_fraction": 0, "length": 8})
+    assert build_mixture(config, with_template("another form"), 1).ignored_keys() == {"column input": 1}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_content_with_a_mark_between_turns_is_refused(number: int) -> None:
+    tokenizer = with_template("another form")
+    messages = [dict(ASKED), dict(TOLD)]
+    messages[number]["content"] += f" {tokenizer.eos_token} "
+    with pytest.raises(DataError, match=f"message {number + 1}.*{tokenizer.eos_token}"):
+        chat_tokens(tokenizer, read_chat(messages, "a test"))
+
+
 def test_a_question_is_read_in_every_form() -> None:
     for name, tokenizer in TOKENIZERS.items():
         text = render_question([*as_openai(LOOP), {"from": "human", "value": "Why?"}], tokenizer)

@@ -192,14 +192,15 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatExample) -> tuple[
         predicted, bool, (n,); and the character of the rendered text at which each token ends, int64, (n,).
 
     Raises:
-        DataError: the tokenizer is not a fast one, the conversation can't be rendered (see `render_chat`), no token is
-            predicted, or the template's own `{% generation %}` blocks mark other text.
+        DataError: the tokenizer is not a fast one, a content has a special token, the conversation can't be rendered
+            (see `render_chat`), no token is predicted, or the template's own `{% generation %}` blocks mark other text.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
             f"{chat.where} is a conversation, but the tokenizer {type(tokenizer).__name__} does not return the "
             "positions of tokens: use a backbone with a tokenizer.json."
         )
+    _check_contents(tokenizer, chat)
     rendered = render_chat(chat, tokenizer)
     encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = np.asarray(encoded["input_ids"], dtype=np.int64)
@@ -210,6 +211,17 @@ def chat_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatExample) -> tuple[
         raise _no_token_error(chat.where)
     _check_own_mask(tokenizer, chat, ids, _inside(begins, rendered.turns))
     return with_end(tokenizer, rendered.text, ids, predicted, offsets[:, 1])
+
+
+def _check_contents(tokenizer: PreTrainedTokenizerBase, chat: ChatExample) -> None:
+    """Raise `DataError` if a content has a special token, such as the mark between turns."""
+    for number, message in enumerate(chat.messages, start=1):
+        for token in tokenizer.all_special_tokens:
+            if token in message["content"]:
+                raise DataError(
+                    f"{chat.where}, message {number}, has the special token {token} in its content, where the model "
+                    "would read a mark of the template: remove it from the text."
+                )
 
 
 def _inside(positions: np.ndarray, turns: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -39,6 +39,7 @@ class TextChunk:
         source: the title of the document's source.
         before: the chunk before it in its document; empty for the first chunk.
         chat: the whole conversation, if the document is one. It is always a single chunk.
+        unread: columns of the document's row that are not read; with the last chunk.
     """
 
     text: str
@@ -49,6 +50,7 @@ class TextChunk:
     source: str = ""
     before: str = ""
     chat: ChatExample | None = None
+    unread: tuple[str, ...] = ()
 
 
 def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
@@ -68,6 +70,7 @@ def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
                 where=document.where,
                 source=document.source,
                 chat=document.chat,
+                unread=document.unread,
             )
             continue
         if not document.text:
@@ -87,14 +90,16 @@ def split_documents(documents: Iterable[Document]) -> Iterator[TextChunk]:
             before = text
         for start, stop in _chunk_bounds(document.text):
             text = document.text[start:stop]
+            is_last = stop == len(document.text)
             yield TextChunk(
                 text=text,
                 first=not before,
-                last=stop == len(document.text),
+                last=is_last,
                 prompt=False,
                 where=document.where,
                 source=document.source,
                 before=before,
+                unread=document.unread if is_last else (),
             )
             before = text
 

@@ -45,6 +45,8 @@ _ALLOWED_BEFORE = {
 _MARKS = ("weight", "train", "trainable", "loss", "loss_mask")  # keys that say whether a turn is learned
 BESIDE = ("functions", "image", "images", "audio", "audios", "video", "videos", "chat_template_kwargs", "mask", *_MARKS)
 """Columns beside the messages that change what other programs learn from a row."""
+BESIDE_PROMPTS = ("input", "context")
+"""Columns beside a prompt that other programs put into it."""
 _REFUSED_KEYS = (
     "train_detail",
     "training_detail",
@@ -70,14 +72,12 @@ class ChatExample:
         tools: the tools that the model may call, as JSON schemas.
         where: its location, for error messages.
         unlearned: the numbers of the messages, from 0, that are marked as context, so that they are not predicted.
-        unread: the columns of its row that are not read although they have a value and are among `BESIDE`.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     where: str = "in memory"
     unlearned: frozenset[int] = frozenset()
-    unread: tuple[str, ...] = ()
 
     @property
     def answers(self) -> str:

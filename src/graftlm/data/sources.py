@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_serializer, model_validator
 
 from graftlm.config import Config
-from graftlm.data.conversations import BESIDE, ChatExample, read_chat
+from graftlm.data.conversations import BESIDE, BESIDE_PROMPTS, ChatExample, read_chat
 from graftlm.data.table_files import JSON_SUFFIXES, TABLE_SUFFIXES, check_columns, check_text, read_values, values_of
 from graftlm.data.text_sets import TextSets
 from graftlm.errors import DataError, did_you_mean, first_line
@@ -44,6 +44,7 @@ class Document:
         chat: the conversation whose answers are the text. The model then reads the conversation in the tokenizer's chat
             template.
         source: the title of the source that it was read from; empty for a document from memory.
+        unread: columns of its row that are not read although they have a value, and that other programs would read.
     """
 
     text: str
@@ -51,6 +52,7 @@ class Document:
     prompt: str = ""
     chat: ChatExample | None = None
     source: str = field(default="", compare=False)
+    unread: tuple[str, ...] = ()
 
     @property
     def full_text(self) -> str:
@@ -135,7 +137,7 @@ class SourceConfig(Config):
     def columns(self) -> dict[str, str]:
         """The columns that are read, by the config key that sets each, such as {"text_column": "body"}.
 
-        Of conversations, columns that change their meaning and can't be used are looked at, too, by their own names.
+        Columns beside them that change their meaning and can't be used are looked at, too, by their own names.
         """
         if self.messages_column is not None:
             columns = {
@@ -145,18 +147,25 @@ class SourceConfig(Config):
             }
             if self.prompt_column is not None:
                 columns["prompt_column"] = self.prompt_column
-            read = columns.values()
-            return columns | {name: name for name in BESIDE if name not in read}
-        columns = {"text_column": self.text_column}
-        if self.prompt_column is not None:
-            columns["prompt_column"] = self.prompt_column
-        return columns
+        else:
+            columns = {"text_column": self.text_column}
+            if self.prompt_column is not None:
+                columns["prompt_column"] = self.prompt_column
+        read = columns.values()
+        return columns | {name: name for name in self.watched_columns if name not in read}
+
+    @property
+    def watched_columns(self) -> tuple[str, ...]:
+        """Names of columns that are looked at, since other programs would read them."""
+        of_prompts = BESIDE_PROMPTS if self.prompt_column is not None else ()
+        of_conversations = BESIDE if self.messages_column is not None else ()
+        return (*of_prompts, *of_conversations)
 
     @property
     def optional_columns(self) -> tuple[str, ...]:
         """The keys of `columns` whose column may be missing: a conversation's tools, system message and the like."""
         tools = () if self.tools_column is not None else ("tools_column",)
-        return ("system", *tools, *BESIDE)
+        return ("system", *tools, *self.watched_columns)
 
 
 class SelfSourceConfig(Config):
@@ -644,8 +653,9 @@ def read_file(path: Path, config: SourceConfig) -> Iterator[Document]:
 
 def _document(values: list[Any], config: SourceConfig, where: str, *, padded: bool) -> Document:
     """Return the document of a row, from the values of its columns; Arrow pads them with nulls."""
+    cells = dict(zip(config.columns, values, strict=True))
+    unread = tuple(name for name in config.watched_columns if cells.get(name) not in _NO_VALUES)
     if config.messages_column is not None:
-        cells = dict(zip(config.columns, values, strict=True))
         chat = read_chat(
             cells["messages_column"],
             where,
@@ -654,20 +664,17 @@ def _document(values: list[Any], config: SourceConfig, where: str, *, padded: bo
             prompt=cells.get("prompt_column"),
             padded=padded,
         )
-        unread = tuple(name for name in BESIDE if cells.get(name) not in _NO_VALUES)
-        if unread:
-            chat = replace(chat, unread=unread)
-        return Document(chat.answers, where, chat=chat)
-    texts = {}
-    for value, (key, column) in zip(values, config.columns.items(), strict=True):
-        texts[key] = check_text(value, column, where)
-    text = texts["text_column"]
-    if "prompt_column" in texts and not text.strip():
+        return Document(chat.answers, where, chat=chat, unread=unread)
+    text = check_text(cells["text_column"], config.text_column, where)
+    prompt = ""
+    if config.prompt_column is not None:
+        prompt = check_text(cells["prompt_column"], config.prompt_column, where)
+    if config.prompt_column is not None and not text.strip():
         raise DataError(
             f"{where} has a prompt and an empty completion in the column {config.text_column!r}: enter text, or leave "
             "the row out."
         )
-    return Document(text, where, texts.get("prompt_column", ""))
+    return Document(text, where, prompt, unread=unread)
 
 
 def _read_dataset(config: SourceConfig) -> Iterator[Document]:

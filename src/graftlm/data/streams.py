@@ -61,8 +61,8 @@ class RowPacker:
         epoch: number of times that the documents were read to their end.
         tokens_by_source: number of tokens that were tokenized of each source, over all epochs.
         epoch_tokens: number of tokens of all documents; None before they were read to their end.
-        ignored_keys: number of messages with each key that the chat template does not read, and of conversations with
-            each column beside them that is not read.
+        ignored_keys: number of messages with each key that the chat template does not read, and of rows with
+            each column that is not read although other programs would read it.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class RowPacker:
         self.chunks += len(group)
         for chunk, stream in zip(group, streams, strict=True):
             self.tokens_by_source[chunk.source] += len(stream)
+            self.ignored_keys.update(f"column {name}" for name in chunk.unread)
             if chunk.chat is not None:
                 self.ignored_keys.update(ignored_keys(self._tokenizer, chunk.chat.messages))
-                self.ignored_keys.update(f"column {name}" for name in chunk.chat.unread)
 
     def _next_group(self) -> list[TextChunk] | None:
         """Return the next chunks, from the first document on at the end of an epoch; None after the last ones."""

@@ -297,7 +297,7 @@ def _ignored_keys(batches: Batches | None) -> dict[str, int]:
 def _log_ignored(ignored: Mapping[str, int], context: RunContext) -> None:
     if ignored:
         names = ", ".join(f"{key} ({count:,})" for key, count in sorted(ignored.items()))
-        context.log(f"Keys of messages and columns beside them that are not read: {names}.")
+        context.log(f"Keys of messages and columns that are not read: {names}.")
 
 
 def _notes_on_targets(batches: Batches) -> Iterator[str]:
