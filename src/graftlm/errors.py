@@ -133,7 +133,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     names = sorted(known)
     if not names:
         return ""
-    similar = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    similar = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
     if similar:
-        return f" (did you mean {similar[0]}?)"
+        # Of similar names, one that the word continues or begins is the likelier one: asks is ask rather than tasks.
+        begun = [name for name in similar if word.startswith(name) or name.startswith(word)]
+        return f" (did you mean {(begun or similar)[0]}?)"
     return f" (known: {', '.join(names)})"

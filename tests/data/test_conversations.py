@@ -619,6 +619,18 @@ def test_an_input_beside_the_prompt_is_counted(answer: str, tmp_path: Path) -> N
     assert build_mixture(config, with_template("another form"), 1).ignored_keys() == {"column input": 1}
 
 
+@pytest.mark.parametrize("answer", ['{"a": 1}', "[1]", '[{"city": "Riga"}]', "[not JSON", '{"from": "Riga"}'])
+def test_an_answer_that_is_json_is_an_answer(answer: str) -> None:
+    chat = read_chat(answer, "a test", prompt="Which?")
+    assert chat.messages[1] == {"role": "assistant", "content": answer}
+
+
+@pytest.mark.parametrize("answer", ["", None])
+def test_a_prompt_without_an_answer_is_refused(answer: str | None) -> None:
+    with pytest.raises(DataError, match="a test"):
+        read_chat(answer, "a test", prompt="Which?")
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_content_with_a_mark_between_turns_is_refused(number: int) -> None:
     tokenizer = with_template("another form")

@@ -58,7 +58,8 @@ _REFUSED_KEYS = (
     "video",
     "videos",
 )
-_BEGINS_JSON = re.compile(r"\s*\[?\s*\{")
+_IS_MESSAGES = re.compile(rf"\s*\[?\s*\{{.*\"(role|from)\"\s*:\s*\[?\s*\"({'|'.join(_ROLES)})\"", re.DOTALL)
+"""JSON text of messages, which is told from an answer that is JSON by the role of a message."""
 _CALL_KEYS = {"id", "type", "function", "index"}
 
 
@@ -117,7 +118,7 @@ def read_chat(
         tools: the tools that the model may call; see `read_tools`.
         system: text of a system message before all others, as ShareGPT's rows have it beside the messages.
         prompt: messages before it, none of which is learned. Plain text is a message of the user, and a `value` of
-            plain text is then its answer. Text that begins with a brace, or with a bracket and a brace, is JSON.
+            plain text is then its answer. JSON text is read as messages if one of them has a known role.
         padded: whether the values come from Arrow, which pads objects with nulls.
 
     Returns:
@@ -133,6 +134,8 @@ def read_chat(
     if prompt is not None:
         before = _read_turns(_one_message(prompt, "user"), f"{where}, prompt", padded=padded)
         turns += [turn._replace(is_learned=False) for turn in before]
+        if value is None or value == "":
+            raise DataError(f"{where} has a prompt without an answer: enter one, or leave the row out.")
         value = _one_message(value, "assistant")
     turns += _read_turns(value, where, padded=padded)
     if system is not None and system != "":
@@ -242,7 +245,7 @@ def _finished(turns: Sequence[_Turn], where: str) -> list[_Turn]:
 
 def _one_message(value: object, role: str) -> object:
     """Return plain text as one message of a role, and messages as they are."""
-    if not isinstance(value, str) or not value.strip() or _BEGINS_JSON.match(value):
+    if not isinstance(value, str) or _IS_MESSAGES.match(value):
         return value
     return [{"role": role, "content": value}]
 
@@ -279,7 +282,8 @@ def _check_joined_keys(before: Message, calls: Message, where: str) -> None:
 
 def _as_list(value: object, where: str) -> Sequence[object]:
     """Return the messages of a conversation, at least one."""
-    found = parsed(value, f"{where} has messages")
+    remedy = "correct it, or, if it is an answer, set prompt_column to the column of its question"
+    found = parsed(value, f"{where} has messages", remedy)
     if isinstance(found, Mapping):
         found = _rows_of_columns(found)
     if not isinstance(found, Sequence) or (isinstance(found, str) and found):

@@ -11,12 +11,13 @@ from graftlm.data.table_files import RepeatedKeyError, unique_keys
 from graftlm.errors import DataError, shorten
 
 
-def parsed(value: object, what: str) -> Any:
+def parsed(value: object, what: str, remedy: str = "correct the text, or use lists and objects") -> Any:
     """Return the value of JSON text, empty text for white space, and any other value as it is.
 
     Args:
         value: the value.
         what: its location with a verb, for error messages, such as "line 3 has tools".
+        remedy: what to do about text that is not JSON, for error messages.
 
     Raises:
         DataError: the text is not JSON, or has an object with a key twice.
@@ -30,7 +31,7 @@ def parsed(value: object, what: str) -> Any:
             f"{what} as text with the key {error.key!r} more than once in an object: rename all but one."
         ) from None
     except (ValueError, RecursionError):
-        raise DataError(f"{what} as text that is not JSON: correct the text, or use lists and objects.") from None
+        raise DataError(f"{what} as text that is not JSON: {remedy}.") from None
 
 
 def unpadded(value: object) -> object:

@@ -18,6 +18,7 @@ JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TABLE_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".csv", ".tsv")
 
 _BYTE_ORDER_MARK = "\ufeff"
+_OTHER_SEPARATORS = (";", "\t", "|")
 _QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell with quotes as in RFC 4180
 
 LocatedValues = tuple[list[Any], str]
@@ -319,6 +320,8 @@ def check_columns(
                     f"set the {owner}'s {key} to one of these that has messages, or its prompt_column to that of "
                     f"questions and its {key} to that of answers"
                 )
+            if len(names) == 1 and any(separator in found for separator in _OTHER_SEPARATORS):
+                remedy = "separate the cells by commas in CSV, or by tabs in TSV"
             raise DataError(f"{where} has no column {column!r} (found: {found}): {remedy}, or correct the data.")
         if count > 1:
             raise DataError(f"{where} has {count} columns {column!r}: rename all but one.")
