@@ -383,8 +383,7 @@ class BackboneConfig(Config):
     )
     attn_implementation: AttentionImplementation | None = Field(
         None,
-        description="How attention is computed; transformers' choice by default. Where a CPU trains short rows in "
-        "bfloat16, `eager` is the faster one.",
+        description="How attention is computed; transformers' choice by default.",
     )
     add_tokens: list[str] | LearnedTokensConfig | None = Field(
         None,
