@@ -286,6 +286,17 @@ def test_the_callers_identity_counts_too(tmp_path: Path) -> None:
     assert "16" in str(error.value)
 
 
+def test_digests_are_named_but_not_shown(tmp_path: Path) -> None:
+    def go(digest: str) -> None:
+        train(toy_model(), toy_mixture(), toy_config(), tmp_path, identity={"texts": digest}, progress=False)
+
+    go("a" * 64)
+    with pytest.raises(TrainingError) as error:
+        go("b" * 64)
+    assert "texts" in str(error.value)
+    assert "aaaa" not in str(error.value)
+
+
 def test_a_checkpoint_of_another_graft(tmp_path: Path) -> None:
     run(tmp_path, "adapter")
     with pytest.raises(TrainingError) as error:

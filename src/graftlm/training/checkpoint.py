@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -41,6 +42,8 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 RECURRENT = "recurrent_state/"
 """Prefix of the names of a streaming model's recurrent state."""
+_DIGEST = re.compile(r"[0-9a-f]{12}|[0-9a-f]{64}")
+"""Digests of models and of texts, which tell a reader nothing."""
 
 
 @dataclass(frozen=True)
@@ -222,15 +225,25 @@ def _check_same_run(state: TrainingState, checkpoint: Checkpoint) -> None:
     current = flatten_dict(state.run_identity())
     for key in sorted(saved.keys() | current.keys()):
         if saved.get(key) != current.get(key):
-            raise TrainingError(
-                f"The run in {state.out} has {key} = {saved.get(key)!r}, but now it is {current.get(key)!r}: "
-                "set it back to resume, or choose another output folder."
-            )
+            raise _other_run(state.out, key, saved.get(key), current.get(key))
     if checkpoint.step > state.config.steps:
         raise TrainingError(
             f"The run in {state.out} has reached step {checkpoint.step}, but training.steps is {state.config.steps}: "
             "raise training.steps, or choose another output folder."
         )
+
+
+def _other_run(out: Path, key: str, before: object, now: object) -> TrainingError:
+    """Return the error for a setting that a run's checkpoint has otherwise."""
+    if all(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (before, now)):
+        return TrainingError(
+            f"The run in {out} was begun with another content of {key} than it has now: restore that content to "
+            "resume, or choose another output folder."
+        )
+    return TrainingError(
+        f"The run in {out} has {key} = {before!r}, but now it is {now!r}: set it back to resume, or choose another "
+        "output folder."
+    )
 
 
 @torch.no_grad()
