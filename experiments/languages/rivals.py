@@ -156,7 +156,7 @@ class RivalsStudy(Study):
             "old": [{"self": True, "tokens": 300 if self.options.quick else 12_000}],
             "replay_fraction": 0.25,
             "old_objective": "distil",
-            "length": 128 if self.options.quick else LENGTH,
+            "length": LENGTH,
             "boundaries": "whole",
             "test": {
                 "new": [_conversations(new)],

@@ -18,6 +18,7 @@ NEWS = {
 FILES = (DANISH, SLOVAK, CZECH, *NEWS.values())
 
 _SENTENCES = 20  # of a document
+_PAIR_CHARACTERS = 350
 _SENTENCE = "# text = "
 _VERSE = re.compile(r"\[\d+:\d+\]\s*(.+)")
 
@@ -50,7 +51,8 @@ def write_continuations(sentences: Sequence[str], file: Path) -> Path:
     """Write conversations that ask for the sentence after another, as JSON lines, in the order of the sentences.
 
     Args:
-        sentences: consecutive sentences. Each one is either a question or an answer.
+        sentences: consecutive sentences. Each one is either a question or an answer. Long pairs are left out, so that a
+            conversation fits a row.
         file: the file to write.
 
     Returns:
@@ -59,6 +61,8 @@ def write_continuations(sentences: Sequence[str], file: Path) -> Path:
     kept = [sentence for sentence in sentences if sentence.strip()]
     lines = []
     for question, answer in zip(kept[::2], kept[1::2], strict=False):
+        if len(question) + len(answer) > _PAIR_CHARACTERS:
+            continue
         messages = [
             {"role": "user", "content": f"Fortsæt teksten: {question}"},
             {"role": "assistant", "content": answer},
