@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,16 @@ from graftlm.grafts.base import GraftConfig
 
 GateKind = Literal["relu", "sigmoid", "none"]
 LocalLoss = Literal["l1", "cross-entropy", "none"]
+
+PAPER: dict[str, object] = {
+    "capacity": 0.2,  # section 4.1: 20% of extra weights
+    "gate": "relu",
+    "gate_init": "random",  # our choice: the paper states no initialization of the gate
+    "local_loss": "l1",
+    "alpha": 0.01,  # section 4.1
+    "init": "low-variance",
+}
+"""The form that the paper published."""
 
 
 class NeutralResiduesConfig(GraftConfig):
@@ -29,6 +39,8 @@ class NeutralResiduesConfig(GraftConfig):
         alpha: weight of the local loss.
         init: variance of the input and gating matrices: `low-variance` is 1 / (d * layers), `he` is 2 / d.
     """
+
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {"paper": PAPER}
 
     kind: Literal["neutral-residues"] = "neutral-residues"
     capacity: float = Field(0.2, gt=0, le=4)
@@ -64,6 +76,8 @@ class NeutralResiduesConfig(GraftConfig):
 
 class VanillaAdapterConfig(NeutralResiduesConfig):
     """Config of plain parallel adapters: no gate, no local loss, He's initialization."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}
 
     kind: Literal["adapter"] = "adapter"
     gate: GateKind = "none"
