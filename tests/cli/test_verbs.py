@@ -269,6 +269,7 @@ def test_methods_lists_every_kind_with_its_keys(graft: Graft) -> None:
     listed = {method["kind"]: method for method in json.loads(graft("methods", "--json").out)}
     assert list(listed) == kinds()
     assert listed["neutral-residues"]["config"]["capacity"] == 0.2
+    assert listed["neutral-residues"]["presets"] == ["paper"]
     assert all(method["summary"] and method["label"] for method in listed.values())
     shown = graft("methods").out
     assert all(kind in shown for kind in kinds())
