@@ -20,8 +20,7 @@ class PresetConfig(Config):
     """A config that may take the defaults of its keys from a preset.
 
     Args:
-        preset: the name of a preset, whose values are the defaults of the other keys; keys that are set as well have
-            priority. The config keeps the values and not the name.
+        preset: a named form, such as the published one. Its values replace defaults, and are stored instead of the name.
 
     Attributes:
         presets: the values of each preset by the names of presets and keys; a subclass declares its own.

@@ -30,10 +30,9 @@ class NeutralResiduesConfig(GraftConfig):
         capacity: extra weights as a share of the backbone's weights.
         width: inner width of the adapters; it replaces `capacity`.
         gate: the activation of the gate; `none` leaves the adapter ungated.
-        gate_init: initialization of the gate. `open` sets the weight to 0 and the bias to 1, so that g(x) = act_g(1)
-            for every token. `random` draws the weight with variance 1 / d and has no bias; about half of the tokens
-            then find a ReLU gate closed and contribute no gradient. The paper states neither the variance of its gates
-            nor whether they have a bias.
+        gate_init: initialization of the gate, which the paper does not state. `open`: weight 0 and bias 1, so that
+            g(x) = act_g(1) for every token. `random`: a weight of variance 1 / d and no bias, both our choice; about
+            half of the tokens then find a ReLU gate closed and contribute no gradient.
         local_loss: `l1` pulls the output towards zero on the old domain; `cross-entropy` trains the gate to classify
             the domain. The default is `l1` for a ReLU gate and `cross-entropy` for a sigmoid.
         alpha: weight of the local loss.
