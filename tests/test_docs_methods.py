@@ -31,6 +31,7 @@ CONFIGS: dict[str, list[type[BaseModel]]] = {
 WITHOUT_TABLE = {
     "baselines",  # methods of others, mostly as PEFT implements them
     "block-state",
+    "token-routing",
 }
 
 
