@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from docs.generate.markdown import table
 from graftlm.config import Config
+from graftlm.grafts.presets import PRESET, PresetConfig
 
 ROOT = Path(__file__).parents[2]
 SHARED_BY = 5  # an option that at least as many verbs have with the same help is listed once, for all of them
@@ -34,8 +35,14 @@ def keys(name: str, page: Path) -> str:
     described = _described_arguments(config)
     rows = []
     for key, field in config.model_fields.items():
-        if key != "kind":
-            rows.append([f"`{key}`", _value(field), field.description or described.get(key, "")])
+        if key == "kind":
+            continue
+        value = _value(field)
+        if key == PRESET and issubclass(config, PresetConfig):
+            value = ", ".join(f"`{name}`" for name in config.presets)
+            if not value:
+                continue
+        rows.append([f"`{key}`", value, field.description or described.get(key, "")])
     return table(["key", "value", "meaning"], rows)
 
 

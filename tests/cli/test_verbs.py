@@ -61,6 +61,20 @@ def test_train_prints_one_document(graft: Graft, home: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn_figures")
+def test_a_preset_is_an_override_and_the_graft_has_its_values(graft: Graft, home: Path) -> None:
+    command = ("train", "recipe.yaml", "graft={kind: neutral-residues, width: 2, alpha: 3}", "graft.preset=paper")
+    outcome = graft(*command, "training.steps=1", "out=runs/preset", "--quiet")
+    assert outcome.code == 0, outcome.err
+    config = read_manifest(home / "runs/preset/graft").config
+    assert (config["gate_init"], config["width"], config["alpha"]) == ("random", 2, 3)
+    assert "preset" not in config
+    refused = graft("train", "recipe.yaml", "graft.preset=calm", "out=runs/unknown", "--quiet")
+    assert refused.code == 2
+    assert "preset" in refused.err
+    assert "paper" in refused.err
+
+
+@pytest.mark.usefixtures("undrawn_figures")
 def test_a_finished_run_is_read_back_and_quiet_prints_nothing(graft: Graft, trained: str, home: Path) -> None:
     tensors = home / trained / "graft.safetensors"
     before = tensors.stat().st_mtime_ns
@@ -269,6 +283,7 @@ def test_methods_lists_every_kind_with_its_keys(graft: Graft) -> None:
     listed = {method["kind"]: method for method in json.loads(graft("methods", "--json").out)}
     assert list(listed) == kinds()
     assert listed["neutral-residues"]["config"]["capacity"] == 0.2
+    assert listed["neutral-residues"]["presets"] == ["paper"]
     assert all(method["summary"] and method["label"] for method in listed.values())
     shown = graft("methods").out
     assert all(kind in shown for kind in kinds())

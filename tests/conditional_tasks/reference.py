@@ -5,7 +5,8 @@
     attention       = softmax(M(z) + Q K^T / sqrt(d)) V,   M(z) = A'_1 (+) ... (+) A'_N,   A'_n = film(A_n, z)
     alignment       : E(x) R^, with film applied to E(x) R, R = I + D                             (equation 3.2)
     norm            : (a - mean) / deviation * gamma' + beta', then film                          (equation 3.3)
-    bottleneck(x)   = film(U act(film(V x, z)), z)
+    bottleneck(x)   = film(U act(film(V x, z)), z), with film((x - mean) / deviation * gamma' + beta', z) as x
+                      if it has a norm
     large           : c_j = bottleneck_j(h_j + c_{j-1}), and c_L added to h_L
     LoRA            : W x + B A x + the bias, with A and B of the row's task
 
@@ -29,12 +30,16 @@ Film = tuple[Tensor, Tensor]  # G and B, (width, Z) each
 
 @dataclass(frozen=True)
 class BottleneckWeights:
-    """A bottleneck: `down` (F, D), `up` (D, F), and the FiLM of the output of each."""
+    """A bottleneck: `down` (F, D), `up` (D, F), and the FiLM of the output of each.
+
+    `norm` has gamma' (D,), beta' (D,), the epsilon and the FiLM of the norm of its input; None without one.
+    """
 
     down: Tensor
     up: Tensor
     inner: Film
     outer: Film
+    norm: tuple[Tensor, Tensor, float, Film] | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,9 @@ def literal_norm(a_D: Tensor, own: tuple[Tensor, Tensor], gamma: Tensor, beta: T
 
 def bottleneck(x_D: Tensor, neck: BottleneckWeights, z: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """Compute the bottleneck of a token, (D,)."""
+    if neck.norm is not None:
+        gain, shift, eps, weights = neck.norm
+        x_D = film(normalised(x_D, eps) * gain + shift, z, weights)
     inner = activation(film(neck.down @ x_D, z, neck.inner))
     return film(neck.up @ inner, z, neck.outer)
 

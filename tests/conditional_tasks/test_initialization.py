@@ -9,7 +9,7 @@ import torch
 
 from graftlm.backbone import Backbone
 from graftlm.grafts.conditional_tasks.method import ConditionalTasks, ConditionalTasksConfig
-from graftlm.grafts.conditional_tasks.modules import Bottleneck
+from graftlm.grafts.conditional_tasks.modules import Bottleneck, RowTasks
 from tiny import tiny_model, tiny_tokenizer
 
 
@@ -18,6 +18,24 @@ def test_bottlenecks_start_with_variance_1_over_d_and_without_output() -> None:
     block = Bottleneck(width=400, inner=32, task_width=4, activation="gelu")
     assert float(block.down.weight.detach().std()) == pytest.approx(1 / math.sqrt(400), rel=0.05)
     assert not block.up.weight.count_nonzero()
+
+
+def test_a_bottleneck_s_norm_starts_as_a_plain_layer_norm() -> None:
+    norm = Bottleneck(width=6, inner=3, task_width=4, activation="gelu", has_norm=True).norm
+    assert norm is not None
+    x_BTD = torch.randn(2, 3, 6) * 5 + 1
+    tasks = RowTasks(torch.tensor([0]), torch.randn(1, 4), None)
+    centred = x_BTD - x_BTD.mean(-1, keepdim=True)
+    expected = centred / centred.square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(norm(x_BTD, tasks), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_without_its_norm_a_config_is_stored_as_before() -> None:
+    config = ConditionalTasksConfig(bottleneck="base")
+    assert "bottleneck_norm" not in config.model_dump()
+    assert ConditionalTasksConfig.parse(config.model_dump()) == config
+    assert ConditionalTasksConfig(bottleneck_norm=True).model_dump()["bottleneck_norm"] is True
+    assert ConditionalTasksConfig(frozen=0.5).to_yaml() == "kind: conditional-tasks\nfrozen: 0.5\n"
 
 
 def test_task_embeddings_point_anywhere_at_length_1() -> None:

@@ -27,10 +27,11 @@ CASES: dict[str, dict[str, Any]] = {
     "alignment before the first layer that trains": OFF | {"alignment": True, "aligned": "trained"},
     "norm": OFF | {"norm": True},
     "bottleneck": OFF | {"bottleneck": "base"},
+    "bottleneck with a norm": OFF | {"bottleneck": "base", "bottleneck_norm": True},
     "large bottleneck": OFF | {"bottleneck": "large"},
     "LoRA": OFF | {"lora_rank": 2, "frozen": 1.0, "modulated": 1.0},
     "all": {"modulated": 1.0},
-    "all, large": {"bottleneck": "large", "frozen": 1.0},
+    "all, large": {"bottleneck": "large", "bottleneck_norm": True, "frozen": 1.0},
     "all, nothing frozen": {"frozen": 0.0, "pooling": "mean"},
 }
 
@@ -40,8 +41,12 @@ def film_of(film: FiLM) -> reference.Film:
 
 
 def neck_of(neck: Bottleneck) -> reference.BottleneckWeights:
+    norm = None
+    if neck.norm is not None:
+        affine = neck.norm.norm
+        norm = (affine.weight, affine.bias, affine.eps, film_of(neck.norm.film))
     return reference.BottleneckWeights(
-        neck.down.weight, neck.up.weight, film_of(neck.inner_film), film_of(neck.outer_film)
+        neck.down.weight, neck.up.weight, film_of(neck.inner_film), film_of(neck.outer_film), norm
     )
 
 

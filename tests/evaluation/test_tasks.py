@@ -130,15 +130,32 @@ def test_exact_match(file: Path, answering: Any) -> None:
     assert json.loads(json.dumps(described)) == described
 
 
-def test_chrf(file: Path, answering: Any) -> None:
+@pytest.mark.parametrize(("metric", "beta"), [("chrf", 2), ("chrf1", 1)])
+def test_chrf(file: Path, answering: Any, metric: str, beta: int) -> None:
     answering(solve)
-    task = task_of(file, metric="chrf")
+    task = task_of(file, metric=metric)
     outcome = measure_task(None, None, task)
-    assert outcome.value == pytest.approx(chrf(outcome.answers, task.examples))
-    metrics = outcome.metrics("sums")["sums_chrf"]
+    assert outcome.value == pytest.approx(chrf(outcome.answers, task.examples, beta=beta))
+    metrics = outcome.metrics("sums")[f"sums_{metric}"]
     assert metrics.low <= metrics.mean == outcome.value <= metrics.high
     assert metrics.low < metrics.high
-    assert outcome.describe(task)["signature"].startswith("chrF2|nrefs:1|")
+    assert outcome.describe(task)["signature"].startswith(f"chrF{beta}|nrefs:1|")
+
+
+@pytest.mark.parametrize(("metric", "beta"), [("chrf", 2), ("chrf1", 1)])
+def test_chrf1_weighs_precision_like_recall(tmp_path: Path, answering: Any, metric: str, beta: int) -> None:
+    """All n-grams of the answer abc are in the reference abcd: 3 of its 4 letters, 2 of 3 pairs and 1 of 2 triples."""
+    from sacrebleu.metrics.chrf import CHRF
+
+    (tmp_path / "letters.csv").write_text("prompt,answer\nspell,abcd\n")
+    answering(lambda prompt: "abc")
+    outcome = measure_task(None, None, task_of(tmp_path / "letters.csv", metric=metric))
+    expected = CHRF(beta=beta).corpus_score(["abc"], [["abcd"]]).score
+    assert outcome.value == pytest.approx(expected)
+    precision = 1
+    recall = (3 / 4 + 2 / 3 + 1 / 2) / 3
+    by_hand = (1 + beta**2) * precision * recall / (beta**2 * precision + recall)
+    assert outcome.value == pytest.approx(100 * by_hand)
 
 
 def test_log_perplexity(file: Path) -> None:

@@ -233,6 +233,7 @@ MUTATIONS = [
         ("alignment modulates x alone", "tasks", _MODULES, "self.film.change(x_BTD + product, tasks)", "self.film.change(x_BTD, tasks)"),
         ("bottleneck of variance 1", "tasks", _MODULES, "std=1 / math.sqrt(width))", "std=1.0)"),
         ("bottleneck's output not zero", "tasks", _MODULES, "nn.init.zeros_(self.up.weight)", "nn.init.normal_(self.up.weight, std=1e-2)"),
+        ("the bottleneck's norm ignores the task", "tasks", _MODULES, "return self.film(self.norm(x_BTD), tasks)", "return self.norm(x_BTD)"),
         ("bias across blocks", "tasks", _MODULES, "bias.masked_fill(query_block != key_block, 0)", "bias"),
         ("blocks only by their gain", "tasks", _MODULES, "return blocks + blocks * gain + shift", "return blocks * gain + shift"),
         ("every task has the first one's LoRA", "tasks", _MODULES, "torch.stack([*factors])", "torch.stack([factors[0]] * len(factors))"),

@@ -62,11 +62,11 @@ def print_methods(methods: Sequence[Method]) -> None:
     """Print the kinds of grafts with their summaries and config keys."""
     table = Table(box=None, padding=(0, 1), header_style="bold", pad_edge=False)
     table.add_column("kind", overflow="fold", no_wrap=True)
-    for head in ("label", "summary", "keys and defaults"):
+    for head in ("label", "summary", "presets", "keys and defaults"):
         table.add_column(head, overflow="fold")
     for method in methods:
         keys = _format_pairs(method.config, show_unset=True)
-        table.add_row(method.kind, method.label, method.summary, keys)
+        table.add_row(method.kind, method.label, method.summary, ", ".join(method.presets), keys)
     stdout_console().print(table, highlight=False, markup=False)
 
 

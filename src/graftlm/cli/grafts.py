@@ -51,7 +51,7 @@ def evaluate(
     ] = None,
     metric: Annotated[
         str | None,
-        option("METRIC", "Metric of --examples: exact-match, chrf or log-perplexity."),
+        option("METRIC", "Metric of --examples: exact-match, chrf, chrf1 or log-perplexity."),
     ] = None,
     prompt_column: Annotated[str | None, option("NAME", "Column of prompts; prompt by default.")] = None,
     answer_column: Annotated[str | None, option("NAME", "Column of reference answers; answer by default.")] = None,

@@ -1,7 +1,7 @@
 """A user's own tasks: a file of prompts and reference answers, and a model's metric on it.
 
     exact-match      share of answers that equal the reference after stripping white space
-    chrf             corpus chrF2 by sacrebleu, from 0 to 100
+    chrf             corpus chrF2 by sacrebleu, from 0 to 100; chrf1 is chrF1, which weighs precision like recall
     log-perplexity   nats per token of the reference answers given their prompts; also bits per byte
 
 Intervals are over other examples of the same kind. Shares have Wilson's score interval, which is valid at 0% and 100%
@@ -37,7 +37,9 @@ from graftlm.evaluation.inference import LanguageModel, Precision
 from graftlm.evaluation.intervals import RESAMPLES, percentile_interval, share_interval
 from graftlm.evaluation.results import Interval
 
-TaskMetric = Literal["exact-match", "chrf", "log-perplexity"]
+TaskMetric = Literal["exact-match", "chrf", "chrf1", "log-perplexity"]
+
+_BETA: dict[TaskMetric, int] = {"chrf": 2, "chrf1": 1}
 
 _SHOT_SEPARATOR = "\n\n"
 _SAMPLES = 5
@@ -119,7 +121,7 @@ class TaskResult:
     """A model's result on a task.
 
     Attributes:
-        metric: `exact-match`, `chrf` or `log-perplexity`.
+        metric: `exact-match`, `chrf`, `chrf1` or `log-perplexity`.
         sums: the terms that the metric sums over examples; float64, (examples, columns). Exact match: correct, 1.
             chrF: n-gram counts. Log-perplexity: nats, tokens, bytes.
         answers: the generated answers; empty for log-perplexity.
@@ -194,8 +196,8 @@ class TaskResult:
             task: the measured task, which has the prompts and the reference answers.
         """
         details: dict[str, object] = {"metric": self.metric, "examples": len(self.sums)}
-        if self.metric == "chrf":
-            details["signature"] = chrf_signature()
+        if self.metric in _BETA:
+            details["signature"] = chrf_signature(beta=_BETA[self.metric])
         if self.answers:
             pairs = zip(task.examples, self.answers, strict=True)
             details["samples"] = [
@@ -240,7 +242,7 @@ def measure_task(
         stop=config.stop,
         batch_size=batch_size,
     )
-    if config.metric == "chrf":
+    if config.metric in _BETA:
         sums = chrf_counts(answers, task.examples).astype(np.float64)
     else:
         correct = exact_match(answers, task.examples)
@@ -249,8 +251,8 @@ def measure_task(
 
 
 def _value(metric: TaskMetric, sums: np.ndarray) -> float:
-    if metric == "chrf":
-        return chrf_of(sums)
+    if metric in _BETA:
+        return chrf_of(sums, beta=_BETA[metric])
     return float(sums[0] / sums[1])
 
 

@@ -59,7 +59,7 @@ def read_tasks(named: Sequence[str], **settings: object) -> dict[str, TaskConfig
         given = "a file of examples" if named else "a metric"
         raise DataError(
             f"Examples and their metric are expected together, but only {given} was given: write --examples sums=FILE "
-            "--metric exact-match, or another metric (chrf, log-perplexity)."
+            "--metric exact-match, or another metric (chrf, chrf1, log-perplexity)."
         )
     files = files_by_name(named, "files of examples", "--examples")
     return {name: TaskConfig.parse(values | {"path": path}, where=f"--examples {name}") for name, path in files.items()}

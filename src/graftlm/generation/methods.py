@@ -8,6 +8,7 @@ from pydantic import JsonValue
 
 from graftlm.config import Config
 from graftlm.grafts import Graft, graft_class, kinds
+from graftlm.grafts.presets import PRESET
 
 
 class Method(Config):
@@ -17,14 +18,16 @@ class Method(Config):
         kind: the kind, as in recipes.
         label: the method's name in tables.
         summary: the first line of the docstring of its class.
-        config: default values of its config by key, without `kind`; None for a key that has no default or defaults to
-            None.
+        config: default values of its config by key, without `kind` and `preset`; None for a key that has no default or
+            defaults to None.
+        presets: the names of its presets.
     """
 
     kind: str
     label: str
     summary: str
     config: dict[str, JsonValue]
+    presets: list[str] = []
 
 
 def methods() -> list[Method]:
@@ -35,7 +38,7 @@ def methods() -> list[Method]:
 def _describe_method(kind: str, method: type[Graft]) -> Method:
     config: dict[str, JsonValue] = {}
     for name, field in method.Config.model_fields.items():
-        if name == "kind":
+        if name in ("kind", PRESET):
             continue
         default = None
         if not field.is_required():
@@ -49,4 +52,5 @@ def _describe_method(kind: str, method: type[Graft]) -> Method:
         label=method.label or kind,
         summary=documentation.partition("\n")[0],
         config=config,
+        presets=list(method.Config.presets),
     )

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from graftlm.backbone import Backbone, Call, Fingerprint, Sites, Tap, TokenRows
-from graftlm.config import Config
 from graftlm.errors import ArtifactError, GraftError, RecipeError
 from graftlm.grafts.heads import TaskSpec
+from graftlm.grafts.presets import PresetConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +41,7 @@ ROWS_NAME = "added_tokens"
 """Name of the submodule of a graft that has the rows of added tokens."""
 
 
-class GraftConfig(Config):
+class GraftConfig(PresetConfig):
     """The base class of a graft's config.
 
     Attributes:

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from graftlm.backbone import Backbone, BackboneKind, load_backbone, need_backbone
 from graftlm.config import parse_overridden
-from graftlm.errors import ArtifactError, BackboneError, WrongBackboneError, first_line
+from graftlm.errors import ArtifactError, BackboneError, RecipeError, WrongBackboneError, first_line
 from graftlm.files.hub import fetch_folder, holds
 from graftlm.files.model_files import names_gguf_file
 from graftlm.files.writing import staged_folder
 from graftlm.grafts import Graft, GraftConfig, HasTensors, ReadsModels, build_graft, graft_config
 from graftlm.grafts.base import ROWS_NAME, check_tensors
+from graftlm.grafts.presets import PRESET
 from graftlm.store.card import model_card
 from graftlm.store.manifest import (
     CARD_NAME,
@@ -214,6 +215,11 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
 
 def _changed_config(config: GraftConfig, changes: Sequence[str]) -> GraftConfig:
     def parse(values: dict[str, object]) -> GraftConfig:
+        if values.get(PRESET) is not None:
+            raise RecipeError(
+                f"{JSON_NAME}: {PRESET} gives defaults to a new graft, but the config of a trained graft has a value "
+                f"for every key: leave {PRESET} out, and change the keys themselves."
+            )
         return graft_config(values, where=JSON_NAME)
 
     return parse_overridden(parse, config.model_dump(mode="json"), changes, JSON_NAME)

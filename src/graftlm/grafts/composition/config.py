@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_serializer
 from torch import nn
@@ -18,6 +18,19 @@ RANDOM = "random"
 """Name of an augmenting model with random weights."""
 VANILLA = "vanilla"
 """Name of an augmenting model that is the backbone itself."""
+
+CALM: dict[str, object] = {
+    "stride": 4,  # section 4: every 4th layer of the augmenting model
+    "heads": None,  # section 3.1: as many as in the anchor's self-attention
+    "init": "paper",
+    "norm": "none",
+    "positions": "none",
+    "refresh": "every",  # section 3.1: each new token is appended to the input of both models
+    "qk_norm": False,
+    "cross": True,
+    "readout": "none",
+}
+"""The form that the paper published."""
 
 Pair = tuple[int, int]  # (layer of the augmenting model, layer of the anchor), counted from 0
 
@@ -85,6 +98,8 @@ class CompositionConfig(GraftConfig):
         readout: `mixture`: a gate mixes the next-token distributions of the anchor and of the augmenting models, which
             must have the anchor's tokenizer. `none`: the distribution is the anchor's.
     """
+
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {"calm": CALM}
 
     kind: Literal["composition"] = "composition"
     augmenting: dict[str, AugmentingConfig] = Field(min_length=1)

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_serializer
 
 from graftlm.grafts.base import GraftConfig
 from graftlm.grafts.heads import Pooling, TaskSpec
+
+CA_MTL: dict[str, object] = {
+    "frozen": 0.5,  # section 3.4: the bottom half
+    "modulated": 0.5,
+    "lora_rank": 0,
+    "attention": "blocks",
+    "alignment": True,
+    "aligned": "first",  # equation 3.2: between the embedding and the first layer
+    "norm": True,
+    "bottleneck": "base",
+    "bottleneck_norm": True,
+    "pooling": "first",
+    "dropout": 0.1,  # appendix B.1.3
+    "module_rate": 1.0,  # appendix B.1.3: one learning rate
+    "head_rate": 1.0,
+    "scaled_losses": False,  # equation 3.1: a sum of plain losses
+}
+"""CA-MTL of base size as chapter 3 of the thesis describes it."""
 
 
 class ConditionalTasksConfig(GraftConfig):
@@ -33,6 +51,7 @@ class ConditionalTasksConfig(GraftConfig):
         norm: whether the output of each norm is modulated.
         bottleneck: `base` is parallel to each modulated layer's FFN, `large` runs along all layers.
         bottleneck_width: inner width of the bottleneck.
+        bottleneck_norm: whether a layer norm that the task modulates precedes the bottleneck.
         task_width: width of a task's vector.
         pooling: the vector from which a row is predicted: its first token, its last token, or the mean.
         max_length: maximum number of tokens of a row with conditional attention.
@@ -51,6 +70,7 @@ class ConditionalTasksConfig(GraftConfig):
     needs_tasks: ClassVar[bool] = True
     # Configs without this key were saved when embeddings had any length, and would predict something else.
     saved_keys: ClassVar[frozenset[str]] = frozenset({"module_rate"})
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {"ca-mtl": CA_MTL}
 
     kind: Literal["conditional-tasks"] = "conditional-tasks"
     tasks: dict[str, TaskSpec] = {}
@@ -64,6 +84,7 @@ class ConditionalTasksConfig(GraftConfig):
     norm: bool = False
     bottleneck: Literal["none", "base", "large"] = "none"
     bottleneck_width: int = Field(64, ge=1)
+    bottleneck_norm: bool = False
     task_width: int = Field(64, ge=1)
     pooling: Pooling = "first"
     max_length: int = Field(512, ge=1)
@@ -85,6 +106,14 @@ class ConditionalTasksConfig(GraftConfig):
                     "expected: choose another, such as intents"
                 )
         return value
+
+    @model_serializer(mode="wrap")
+    def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
+        """Leave out `bottleneck_norm` at its default, so that earlier runs keep their keys."""
+        values = {"kind": self.kind} | serialize(self)
+        if not self.bottleneck_norm:
+            values.pop("bottleneck_norm", None)
+        return values
 
     def check_saved(self, values: Mapping[str, object]) -> Self:
         saved = super().check_saved(values)

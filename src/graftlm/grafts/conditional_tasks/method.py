@@ -131,6 +131,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
                 inner=self.config.bottleneck_width,
                 task_width=self.config.task_width,
                 activation=self._sites.activation,
+                has_norm=self.config.bottleneck_norm,
             )
 
     # Taps

@@ -154,20 +154,40 @@ class Alignment(nn.Module):
         return product + self.film.change(x_BTD + product, tasks)
 
 
+class ConditionalNorm(nn.Module):
+    """A layer norm that the task modulates: film(norm(x), z), with gain 1 and bias 0 of the norm at the start.
+
+    Args:
+        width: D, the width of x.
+        task_width: Z, the width of the task embedding.
+    """
+
+    def __init__(self, width: int, task_width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.film = FiLM(task_width, width)
+
+    def forward(self, x_BTD: Tensor, tasks: RowTasks) -> Tensor:
+        """Compute film(norm(x), z), (B, T, D), for values (B, T, D) and each row's z."""
+        return self.film(self.norm(x_BTD), tasks)
+
+
 class Bottleneck(nn.Module):
     """A modulated bottleneck adapter: film(U act(film(V x, z)), z), with U = 0 at the start.
 
-    The entries of V have variance 1 / width at the start.
+    The entries of V have variance 1 / width at the start. With a norm, V reads film(norm(x), z) instead of x.
 
     Args:
         width: D, the width of x.
         inner: the inner width.
         task_width: Z, the width of the task embedding.
         activation: the name of `act` in transformers' ACT2FN.
+        has_norm: whether there is a norm.
     """
 
-    def __init__(self, width: int, inner: int, task_width: int, activation: str) -> None:
+    def __init__(self, width: int, inner: int, task_width: int, activation: str, *, has_norm: bool = False) -> None:
         super().__init__()
+        self.norm = ConditionalNorm(width, task_width) if has_norm else None
         self.down = nn.Linear(width, inner, bias=False)
         self.up = nn.Linear(inner, width, bias=False)
         self.inner_film = FiLM(task_width, inner)
@@ -180,6 +200,8 @@ class Bottleneck(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x_BTD: Tensor, tasks: RowTasks) -> Tensor:
+        if self.norm is not None:
+            x_BTD = self.norm(x_BTD, tasks)
         modulated = self.inner_film(self.down(x_BTD), tasks)
         inner = self.activation(modulated)
         return self.outer_film(self.up(inner), tasks)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,16 @@ from graftlm.grafts.base import GraftConfig
 
 GateKind = Literal["relu", "sigmoid", "none"]
 LocalLoss = Literal["l1", "cross-entropy", "none"]
+
+PAPER: dict[str, object] = {
+    "capacity": 0.2,  # section 4.1: 20% of extra weights
+    "gate": "relu",
+    "gate_init": "random",  # our choice: the paper states no initialization of the gate
+    "local_loss": "l1",
+    "alpha": 0.01,  # section 4.1
+    "init": "low-variance",
+}
+"""The form that the paper published."""
 
 
 class NeutralResiduesConfig(GraftConfig):
@@ -20,15 +30,16 @@ class NeutralResiduesConfig(GraftConfig):
         capacity: extra weights as a share of the backbone's weights.
         width: inner width of the adapters; it replaces `capacity`.
         gate: the activation of the gate; `none` leaves the adapter ungated.
-        gate_init: initialization of the gate. `open` sets the weight to 0 and the bias to 1, so that g(x) = act_g(1)
-            for every token. `random` draws the weight with variance 1 / d and has no bias; about half of the tokens
-            then find a ReLU gate closed and contribute no gradient. The paper states neither the variance of its gates
-            nor whether they have a bias.
+        gate_init: initialization of the gate, which the paper does not state. `open`: weight 0 and bias 1, so that
+            g(x) = act_g(1) for every token. `random`: a weight of variance 1 / d and no bias, both our choice; about
+            half of the tokens then find a ReLU gate closed and contribute no gradient.
         local_loss: `l1` pulls the output towards zero on the old domain; `cross-entropy` trains the gate to classify
             the domain. The default is `l1` for a ReLU gate and `cross-entropy` for a sigmoid.
         alpha: weight of the local loss.
         init: variance of the input and gating matrices: `low-variance` is 1 / (d * layers), `he` is 2 / d.
     """
+
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {"paper": PAPER}
 
     kind: Literal["neutral-residues"] = "neutral-residues"
     capacity: float = Field(0.2, gt=0, le=4)
@@ -64,6 +75,8 @@ class NeutralResiduesConfig(GraftConfig):
 
 class VanillaAdapterConfig(NeutralResiduesConfig):
     """Config of plain parallel adapters: no gate, no local loss, He's initialization."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}
 
     kind: Literal["adapter"] = "adapter"
     gate: GateKind = "none"
