@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor, nn
 
 from graftlm.backbone import Backbone
@@ -88,6 +88,29 @@ def read_adapter(name: str, config: ExpertConfig, backbone: Backbone | None) -> 
     _check_targets(name, folder, peft_config, pairs, backbone)
     _warn_of_other_base(name, peft_config, backbone)
     return factors, digest
+
+
+def parse_factors(name: str, folder: Path, data: bytes, scales: Mapping[str, float]) -> dict[str, Factors]:
+    """Return the factors in the bytes of an adapter's tensor file, which `read_adapter` has checked before.
+
+    Args:
+        name: name of the expert, for error messages.
+        folder: folder of the adapter, for error messages.
+        data: the bytes of the file.
+        scales: factor of the update at each module, by path.
+
+    Returns:
+        The factors by module path, on the CPU.
+
+    Raises:
+        ArtifactError: the bytes are no safetensors file, or a factor is missing.
+    """
+    try:
+        tensors = load(data)
+    except (SafetensorError, ValueError) as error:
+        raise _unreadable_tensors(name, folder, error) from None
+    pairs = _pair_factors(name, folder, tensors, None)
+    return {path: Factors(pair["A"], pair["B"].T.contiguous(), scales[path]) for path, pair in pairs.items()}
 
 
 def _warn_of_other_base(name: str, peft_config: LoraConfig, backbone: Backbone) -> None:
@@ -232,15 +255,20 @@ def _read_tensors(name: str, folder: Path) -> tuple[dict[str, Tensor], str]:
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise ArtifactError(
-            f"{path} can't be read as a safetensors file ({first_line(error)}): copy the expert {name} again."
-        ) from None
+        raise _unreadable_tensors(name, folder, error) from None
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ArtifactError(
                 f"The tensor {key} of the expert {name} in {path} contains NaN or infinity: train the expert again."
             )
     return tensors, file_digest(path)
+
+
+def _unreadable_tensors(name: str, folder: Path, error: Exception) -> ArtifactError:
+    return ArtifactError(
+        f"{folder / ADAPTER_TENSORS} can't be read as a safetensors file ({first_line(error)}): copy the expert {name} "
+        "again."
+    )
 
 
 def _pair_factors(
