@@ -128,6 +128,17 @@ def test_memory_is_bounded_and_only_routed_experts_are_read(many: dict[str, str]
             model(ids, prompt=torch.ones_like(ids, dtype=torch.bool))
             assert store.reads <= before + 1, f"expert {number} was in memory"
         assert not list(model.grafts["graft"].parameters())
+        size = store.bytes_in_memory
+        largest = max(file.stat().st_size for folder in many.values() for file in Path(folder).glob("*.safetensors"))
+        assert 0 < size < 4 * largest, "three experts, and a copy of the one that acts"
+
+
+def test_stored_parameters_are_those_of_all_experts(many: dict[str, str]) -> None:
+    with routed(many, None) as model:
+        expected = sum(parameter.numel() for parameter in model.grafts["graft"].parameters())
+        assert model.grafts["graft"].stored_parameters == 0
+    with routed(many, 1) as model:
+        assert model.grafts["graft"].stored_parameters == expected
 
 
 def test_the_least_recently_used_expert_is_dropped_first(many: dict[str, str]) -> None:

@@ -181,6 +181,11 @@ class Graft(nn.Module):
         """The largest number of columns of a static cache for which `decodes_in_one_graph` holds; None for any."""
         return None
 
+    @property
+    def stored_parameters(self) -> int:
+        """Number of parameters that are read when a pass needs them, and are not parameters of the module."""
+        return 0
+
     def taps(self) -> list[Tap]:
         """Return the places where the graft reads and writes activations."""
         return []

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,7 @@ from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -38,6 +40,20 @@ from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, base_mod
 
 _KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?:embedding_(?P<embedding>[AB])|(?P<linear>[AB])\.weight)")
 _KEY_PREFIX = "base_model.model."
+_CHOOSE_NO_MODULES = (
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "peft_version",
+)
+_TARGETS: WeakKeyDictionary[nn.Module, dict[str, frozenset[str]]] = WeakKeyDictionary()
+"""The modules to which PEFT gives factors, by backbone and by what an adapter's config has to say about them."""
 
 
 def _by_name(remedies: Mapping[str, str]) -> dict[str, str]:
@@ -396,8 +412,24 @@ def _depends_on_model(peft_config: LoraConfig) -> bool:
     return targets in ("none", "all-linear") or bool(peft_config.ensure_weight_tying)
 
 
-def _peft_targets(peft_config: LoraConfig, backbone: Backbone) -> set[str]:
-    """Return the paths of the modules to which PEFT gives factors, found on a copy of the model without weights."""
+def _peft_targets(peft_config: LoraConfig, backbone: Backbone) -> frozenset[str]:
+    """Return the paths of the modules to which PEFT gives factors.
+
+    They are found once for all adapters that differ only in what does not choose modules.
+    """
+    values = peft_config.to_dict()
+    chosen = {key: value for key, value in values.items() if key not in _CHOOSE_NO_MODULES}
+    key = json.dumps(
+        chosen, sort_keys=True, default=lambda value: sorted(value) if isinstance(value, set) else str(value)
+    )
+    known = _TARGETS.setdefault(backbone.model, {})
+    if key not in known:
+        known[key] = frozenset(_find_targets(peft_config, backbone))
+    return known[key]
+
+
+def _find_targets(peft_config: LoraConfig, backbone: Backbone) -> set[str]:
+    """Return the targets of `_peft_targets`, found on a copy of the model without weights."""
     model = backbone.model
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")

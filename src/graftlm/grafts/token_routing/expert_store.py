@@ -120,6 +120,17 @@ class ExpertStore:
         held = () if self._held is None else self._held.factors
         return frozenset([*self._kept, *held])
 
+    @property
+    def bytes_in_memory(self) -> int:
+        """Bytes of the factors in memory, including those that modules have concatenated."""
+        held = [] if self._held is None else [self._held]
+        tensors = [tensor for each in held for tensor in each.tensors()]
+        for by_path in list(self._kept.values()):
+            for own in by_path.values():
+                tensors += [own.a, own.b]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return sum(storages.values())
+
     def clear(self) -> None:
         """Drop all experts, such as after the backbone was moved to another device."""
         with self._lock:

@@ -51,6 +51,7 @@ from graftlm.grafts.token_routing.merging import merge_experts
 from graftlm.grafts.token_routing.mixture import Projection, RouteWeights
 from graftlm.grafts.token_routing.policy import ScoredCentroids, best_scores, expert_weights
 from graftlm.grafts.token_routing.projections import (
+    count_stored,
     low_rank_updates,
     projections_in_memory,
     stored_experts,
@@ -75,6 +76,7 @@ from graftlm.grafts.token_routing.routing_state import (
     route_spans,
     routing_layer,
 )
+from graftlm.grafts.token_routing.set_training import experts_of_sets, notes_on_training
 
 BARE = "none"
 """The label of the bare backbone in traces."""
@@ -160,6 +162,10 @@ class TokenRouting(
             self._set_mixtures(projections_in_memory(config, backbone, factors))
         experts = {name: expert.model_copy(update={"sha256": digests[name]}) for name, expert in config.experts.items()}
         return config.model_copy(update={"experts": experts})
+
+    @property
+    def stored_parameters(self) -> int:
+        return 0 if self.store is None else count_stored(self._mixtures_by_path())
 
     def _set_mixtures(self, projections: Mapping[str, Projection]) -> None:
         """Use the projections of the experts, by module path."""
@@ -357,21 +363,9 @@ class TokenRouting(
         return {f"weight_{name}": mean for name, mean in zip([*self.names, BARE], means, strict=True)}
 
     def train_on_sets(self, sets: Sequence[str]) -> list[str]:
-        set_of = self.config.set_of_parts(sets)
-        new = [name for name, expert in self.config.experts.items() if expert.is_new]
-        self._expert_of_set = torch.zeros(0, dtype=torch.long, device=self._backbone[0].device)
-        if set_of:
-            expert_of = {own: name for name, own in set_of.items()}
-            numbers = [self.names.index(expert_of[own]) for own in sets]
-            self._expert_of_set = torch.tensor(numbers, device=self._backbone[0].device)
-            pairs = ", ".join(f"{name} on {own}" for name, own in set_of.items())
-            return [f"Each new expert trains on its own set of data.new: {pairs}."]
-        if len(self.names) > 1 and new:
-            return [
-                f"Each training document trains the expert of the nearest centroid, so that {', '.join(new)} may train "
-                "on text of other experts; name the set of data.new that each trains on (set) to avoid that."
-            ]
-        return []
+        numbers = experts_of_sets(self.config, sets)
+        self._expert_of_set = torch.tensor(numbers, dtype=torch.long, device=self._backbone[0].device)
+        return notes_on_training(self.config, sets)
 
     # The centroids
 

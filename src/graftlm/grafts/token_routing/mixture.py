@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,6 +79,14 @@ class HeldExperts:
     active: frozenset[int]
     factors: Mapping[int, Mapping[str, Factors]]
     _stacks: dict[str, StackedFactors] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all factors and stacks."""
+        for by_path in self.factors.values():
+            for own in by_path.values():
+                yield from (own.a, own.b)
+        for stack in self._stacks.values():
+            yield from (stack.a, stack.b)
 
     def stack(self, path: str, build: Callable[[Mapping[int, Factors]], StackedFactors]) -> StackedFactors | None:
         """Return the stack of the experts that change a module, which is built once; None if there are none.

@@ -119,6 +119,14 @@ def _check_experts(config: TokenRoutingConfig, backbone: Backbone, path: str, ra
         )
 
 
+def count_stored(projections: Iterable[tuple[str, Projection]]) -> int:
+    """Return the number of parameters of all experts at the projections."""
+    return sum(
+        sum(projection.layout.ranks) * (projection.target.inputs + projection.target.outputs)
+        for _, projection in projections
+    )
+
+
 def low_rank_updates(
     projections: Iterable[tuple[str, Projection]],
     weights: Sequence[float],
