@@ -192,6 +192,6 @@ if __name__ == "__main__":
     command(
         NAME,
         "The cost of hundreds of LoRA experts over four.",
-        lambda quick, device, clock: benchmark(QUICK if quick else replace(Size(), low_rank=8, decode_rounds=31), device, clock),
+        lambda quick, device, clock: benchmark(QUICK if quick else replace(Size(), low_rank=8), device, clock),
         {name: None if aim is None else aim[1] for name, (_, aim) in ROWS.items()},
     )
