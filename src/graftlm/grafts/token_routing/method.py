@@ -227,7 +227,7 @@ class TokenRouting(
         if key is not self and call.selection is not None and call.selection.is_applied:
             assert call.input_ids is not None, "`prepare` refuses embeddings"
             weights_BTE = routes.weights.expand(*call.input_ids.shape, -1)
-            routes = RouteWeights(call.at_head(weights_BTE, inputs.shape[1]), routes.active)
+            routes = RouteWeights(call.at_head(weights_BTE, inputs.shape[1]), routes.active, routes.held)
         delta = mixture(inputs, routes)
         if delta is None:
             return None
