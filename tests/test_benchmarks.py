@@ -40,6 +40,15 @@ ROWS = {
         "experts_32",
         "experts_128",
     ],
+    "many_experts": [
+        "memory",
+        "route",
+        "decode_all",
+        "decode_stored",
+        "decode_all_changing",
+        "decode_stored_changing",
+        "read",
+    ],
     "operations": [
         "neutral_residues",
         "adapter",
@@ -84,6 +93,7 @@ AIMS = {
     "loading": ["ratio", "ratio"],
     "composition": ["ratio", "ratio"],
     "token_routing": ["ratio", "ratio", "ratio", "ratio", "ratio_top2"],
+    "many_experts": ["ratio", "ratio", "ratio"],
     "operations": ["operations_ratio"] * 4,
     "block_state": ["ratio", "ratio", "ratio", "value", "value"],
     "conditional_tasks": ["ratio", "ratio", "ratio", "ratio"],

@@ -31,7 +31,6 @@ CONFIGS: dict[str, list[type[BaseModel]]] = {
 WITHOUT_TABLE = {
     "baselines",  # methods of others, mostly as PEFT implements them
     "block-state",
-    "token-routing",
 }
 
 

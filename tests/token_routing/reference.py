@@ -173,6 +173,39 @@ def update(x: Tensor, expert_weights: Sequence[float], experts: Sequence[Factors
     return _sum(parts)
 
 
+def merged_update(x: Tensor, expert_weights: Sequence[float], experts: Sequence[Factors]) -> Tensor:
+    """Return the update (o,) of one expert merged of all: (the sum of w_e s_e B_e A_e) x, the weights mixed first."""
+    parts = []
+    for weight, expert in zip(expert_weights, experts, strict=True):
+        parts.append(weight * expert.scale * (expert.b.T @ expert.a))
+    return _sum(parts) @ x
+
+
+def linear_update(x: Tensor, expert_weights: Sequence[float], experts: Sequence[Factors]) -> Tensor:
+    """Return the update (o,) of factors that are mixed first, as published: B A x.
+
+    B is the sum of sqrt(w_e s_e) B_e, and A the sum of sqrt(w_e s_e) A_e.
+    """
+    a_parts = []
+    b_parts = []
+    for weight, expert in zip(expert_weights, experts, strict=True):
+        root = math.sqrt(weight * expert.scale)
+        a_parts.append(root * expert.a)
+        b_parts.append(root * expert.b.T)
+    return _sum(b_parts) @ (_sum(a_parts) @ x)
+
+
+def cross_terms(x: Tensor, expert_weights: Sequence[float], experts: Sequence[Factors]) -> Tensor:
+    """Return the sum (o,) of sqrt(w_i s_i w_j s_j) B_i A_j x over all pairs of different experts."""
+    total = torch.zeros(experts[0].b.shape[1], dtype=x.dtype)
+    for i, first in enumerate(experts):
+        for j, second in enumerate(experts):
+            if i != j:
+                root = math.sqrt(expert_weights[i] * first.scale * expert_weights[j] * second.scale)
+                total = total + root * (first.b.T @ (second.a @ x))
+    return total
+
+
 def _sum(vectors: Sequence[Tensor]) -> Tensor:
     total = vectors[0]
     for vector in vectors[1:]:

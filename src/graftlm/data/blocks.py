@@ -98,6 +98,10 @@ class TokenBlocks:
         """
         return self.marked[self.order(first, count, key)]
 
+    def draw(self, first: int, count: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of `take`, and the number of the source of each, int64, (count,), which is 0 here."""
+        return self.take(first, count, key), np.zeros(count, dtype=np.int64)
+
     def order(self, first: int, count: int, key: tuple[int, ...]) -> np.ndarray:
         """Return which rows `take` returns, int64, (count,)."""
         parts = [np.empty(0, dtype=np.int64)]

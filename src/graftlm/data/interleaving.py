@@ -151,6 +151,10 @@ class InterleavedBlocks:
         Returns:
             Marked ids, int32, (count, length).
         """
+        return self.draw(first, count, key)[0]
+
+    def draw(self, first: int, count: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of `take`, and the number of the source of each, int64, (count,)."""
         chosen = [np.empty(0, dtype=np.int64)]
         position = first
         while position < first + count:
@@ -158,7 +162,9 @@ class InterleavedBlocks:
             stop = min(_CHUNK, place + first + count - position)
             chosen.append(self._chunk(chunk, key)[place:stop])
             position += stop - place
-        return self.marked[np.concatenate(chosen)]
+        rows = np.concatenate(chosen)
+        sources = np.searchsorted(self._starts, rows, side="right") - 1
+        return self.marked[rows], sources
 
     def _chunk(self, chunk: int, key: tuple[int, ...]) -> np.ndarray:
         """Return the rows at the positions of a chunk, int64, (_CHUNK,); the last chunks are kept."""
@@ -240,18 +246,24 @@ class InterleavedStreams:
         Raises:
             DataError: `first` is not the next row, or a stream can't read or pack its next documents.
         """
+        return self.draw(first, count, key)[0]
+
+    def draw(self, first: int, count: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Draw the rows of `take`, and return them with the number of the source of each, int64, (count,)."""
         if first != sum(self._rows):
             raise DataError(
                 f"The streams are at row {sum(self._rows)}, but row {first} was requested: streams only go forward, so "
                 "load the state that was saved at that step."
             )
         rows = np.empty((count, self.length), dtype=np.int32)
+        sources = np.empty(count, dtype=np.int64)
         for place in range(count):
             number = self._choice.next(self._tokens)
+            sources[place] = number
             rows[place] = self.parts[number].take(self._rows[number], 1, (*key, number + 1))[0]
             self._rows[number] += 1
             self._tokens[number] += int(np.count_nonzero(rows[place] != PADDING))
-        return rows
+        return rows, sources
 
     def state_dict(self) -> dict[str, object]:
         """Return everything that determines the next rows, as plain JSON values."""

@@ -15,7 +15,7 @@ from graftlm.backbone import padding_id
 from graftlm.data.blocks import TokenBlocks, pack
 from graftlm.data.boundaries import Boundaries, check_rows, split_rows
 from graftlm.data.interleaving import InterleavedBlocks, InterleavedStreams
-from graftlm.data.rows import DOMAIN_NAMES, NEW, OLD, Batch, collate
+from graftlm.data.rows import DOMAIN_NAMES, NEW, NO_SET, OLD, Batch, collate
 from graftlm.data.sources import (
     DataConfig,
     Document,
@@ -94,6 +94,8 @@ class Mixture:
         shares: the share of each domain, from 0 to 1; they sum to 1.
         batch_size: number of rows of an optimizer step, over all processes and micro-batches.
         seed: seed of the order of rows.
+        sets: for each source of the new domain the number of its named set, which batches then have as `text_set`;
+            empty for batches without it.
 
     Raises:
         DataError: a share is negative, the shares don't sum to 1, a domain with a share above 0 is not in `domains`, or
@@ -106,6 +108,7 @@ class Mixture:
         shares: Mapping[int, float],
         batch_size: int,
         seed: int = 0,
+        sets: Sequence[int] = (),
     ) -> None:
         self.shares = _exact_shares(shares)
         for domain, share in self.shares.items():
@@ -117,6 +120,7 @@ class Mixture:
         self.domains = {domain: domains[domain] for domain in self.shares}
         self.batch_size = batch_size
         self.seed = seed
+        self.sets = np.array(sets, dtype=np.int64)
         first, *others = self.domains.values()
         for blocks in others:
             if _form(blocks) != _form(first):
@@ -184,10 +188,14 @@ class Mixture:
         after = self.counts((step + 1) * self.batch_size)
         rows = []
         domain_ids = []
+        sets = []
         for domain, blocks in self.domains.items():
             count = after[domain] - before[domain]
-            rows.append(blocks.take(before[domain], count, (self.seed, domain)))
+            drawn, sources = blocks.draw(before[domain], count, (self.seed, domain))
+            rows.append(drawn)
             domain_ids.append(np.full(count, domain))
+            has_sets = domain == NEW and len(self.sets)
+            sets.append(self.sets[sources] if has_sets else np.full(count, NO_SET))
         # The last number separates these random numbers from those of (seed, domain, epoch).
         generator = np.random.Generator(np.random.Philox([self.seed, step, 0, 1]))
         order = generator.permutation(self.batch_size)
@@ -196,6 +204,7 @@ class Mixture:
             np.concatenate(domain_ids)[order],
             boundaries=self.boundaries,
             pad_id=self.pad_id,
+            text_set=np.concatenate(sets)[order] if len(self.sets) else None,
         )
 
     def fingerprint(self) -> str:
@@ -205,6 +214,8 @@ class Mixture:
         """
         settings = (self.shares, self.batch_size, self.seed, self.length, self.boundaries)
         digest = hashlib.sha256(repr(settings).encode())
+        if len(self.sets):
+            digest.update(f"sets {self.sets.tolist()}".encode())
         for domain, blocks in sorted(self.domains.items()):
             digest.update(str(domain).encode())
             if not isinstance(blocks, StreamingBlocks):
@@ -276,6 +287,8 @@ def build_mixture(
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int,
     own_text: Sequence[Sequence[np.ndarray]] = (),
+    *,
+    by_set: bool = False,
 ) -> Mixture:
     """Build the mixture of a recipe's new and old texts.
 
@@ -285,6 +298,7 @@ def build_mixture(
         batch_size: rows of an optimizer step.
         own_text: for each `self: true` source of `config.old` the marked ids (n,) of each text that the backbone
             sampled; required if `replay_fraction` is above 0.
+        by_set: whether no row has text of two named sets of new text, and batches have `text_set`.
 
     Raises:
         DataError: there are no new sources, or no old text although `replay_fraction` is above 0; or the rows of a
@@ -296,8 +310,12 @@ def build_mixture(
     if shares[OLD] > 0:
         domains[OLD] = build_blocks(config.old, config, tokenizer, own_text)
     if shares[NEW] > 0:
-        domains[NEW] = build_blocks(config.new, config, tokenizer)
-    return Mixture(domains, shares, batch_size, config.seed)
+        domains[NEW] = build_blocks(config.new, config, tokenizer, apart=by_set)
+    sets: list[int] = []
+    if by_set:
+        names = config.sets.new
+        sets = [names.index(source.set) for source in config.new if source.set is not None]
+    return Mixture(domains, shares, batch_size, config.seed, sets)
 
 
 def build_blocks(
@@ -305,17 +323,21 @@ def build_blocks(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     own_text: Sequence[Sequence[np.ndarray]] = (),
+    *,
+    apart: bool = False,
 ) -> Blocks:
     """Build the rows of one domain, in memory or, if any source is streaming, read while they are drawn.
 
     Rows in memory are those of all sources together, unless a source has a weight or there is a temperature. Otherwise
-    several sources are packed each by itself and interleaved; a source without a weight then has the weight 1.
+    several sources are packed each by itself and interleaved; a source without a weight then has the weight 1. Sources
+    that are only kept apart have the shares that they have together.
 
     Args:
         sources: the sources of the domain's texts.
         config: the data section of a recipe; its `length`, `boundaries` and `weights` are used.
         tokenizer: the backbone's tokenizer.
         own_text: for each `self: true` source the marked ids (n,) of each text that the backbone sampled.
+        apart: whether each row has text of one source only.
 
     Raises:
         DataError: there are no sources, or no sampled texts of a `self: true` source; or, of rows in memory, a source
@@ -332,7 +354,7 @@ def build_blocks(
         )
     is_streaming = any(_is_streaming(source) for source in sources)
     is_weighted = config.weights is not None or any(source.weight is not None for source in sources)
-    if len(sources) == 1 or not (is_streaming or is_weighted):
+    if len(sources) == 1 or not (is_streaming or is_weighted or apart):
         return _blocks_together(sources, config, tokenizer, own_text)
     texts = iter(own_text)
     parts = []
@@ -345,6 +367,8 @@ def build_blocks(
         return InterleavedStreams(parts, weights)
     if config.weights is not None:
         weights = [Fraction(part.n_tokens() ** config.weights.temperature) for part in in_memory]
+    elif not is_weighted:
+        weights = [Fraction(part.n_tokens()) for part in in_memory]
     return InterleavedBlocks(in_memory, weights)
 
 

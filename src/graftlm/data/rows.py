@@ -15,6 +15,8 @@ from graftlm.data.marked_ids import IGNORED, PADDING, is_prompt, is_start, is_un
 
 OLD = 0
 NEW = 1
+NO_SET = -1
+"""`text_set` of a row of no named set of new text."""
 DOMAIN_NAMES = {OLD: "old", NEW: "new"}
 
 
@@ -31,6 +33,8 @@ class Batch:
             separate documents.
         domain: long, (B,), 0 = old, 1 = new.
         prompt: bool, (B, L), True at tokens of a prompt; None if the batch has no prompt.
+        text_set: long, (B,), number of the named set of new text that each row is from, -1 for old text; None unless
+            the rows of sets are kept apart.
     """
 
     input_ids: Tensor
@@ -39,6 +43,7 @@ class Batch:
     position_ids: Tensor | None
     domain: Tensor
     prompt: Tensor | None = None
+    text_set: Tensor | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -65,6 +70,8 @@ class Batch:
         }
         if self.prompt is not None:
             inputs["prompt"] = self.prompt
+        if self.text_set is not None:
+            inputs["extras"] = {"text_set": self.text_set}
         if self.position_ids is not None:
             inputs["position_ids"] = self.position_ids
             if self.attention_mask is not None:
@@ -104,7 +111,14 @@ class Batch:
         return replace(self, **changed)
 
 
-def collate(marked: np.ndarray, domain: np.ndarray, *, boundaries: Boundaries, pad_id: int) -> Batch:
+def collate(
+    marked: np.ndarray,
+    domain: np.ndarray,
+    *,
+    boundaries: Boundaries,
+    pad_id: int,
+    text_set: np.ndarray | None = None,
+) -> Batch:
     """Return the batch of some rows.
 
     Args:
@@ -112,6 +126,7 @@ def collate(marked: np.ndarray, domain: np.ndarray, *, boundaries: Boundaries, p
         domain: the domain of each row, `OLD` or `NEW`, (B,).
         boundaries: how documents share rows; see `DataConfig`.
         pad_id: the token id of padding.
+        text_set: the number of each row's named set of new text, (B,); see `Batch`.
     """
     padding = marked == PADDING
     starts = is_start(marked)
@@ -129,6 +144,7 @@ def collate(marked: np.ndarray, domain: np.ndarray, *, boundaries: Boundaries, p
         position_ids=position_ids,
         domain=torch.from_numpy(domain.astype(np.int64)),
         prompt=torch.from_numpy(prompt) if prompt.any() else None,
+        text_set=None if text_set is None else torch.from_numpy(text_set.astype(np.int64)),
     )
 
 

@@ -250,6 +250,10 @@ class StreamingBlocks:
         drawn = [self._draw(key) for _ in range(count)]
         return np.array(drawn, dtype=np.int32).reshape(count, self.length)
 
+    def draw(self, first: int, count: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of `take`, and the number of the source of each, int64, (count,), which is 0 here."""
+        return self.take(first, count, key), np.zeros(count, dtype=np.int64)
+
     def _draw(self, key: tuple[int, ...]) -> np.ndarray:
         """Return a random row of the buffer, and replace it by the next row of the packer."""
         generator = np.random.Generator(np.random.Philox([*key, self._drawn]))

@@ -58,7 +58,7 @@ from graftlm.evaluation.tasks import TaskConfig, TaskResult, measure_task, read_
 from graftlm.evaluation.taught_answers import TaughtAnswer, evenly_spaced
 from graftlm.evaluation.windows import Window, limited_windows, own_windows
 from graftlm.grafted.model import GraftedModel
-from graftlm.grafts.base import ReadsModels
+from graftlm.grafts.base import Graft, ReadsModels
 from graftlm.progress import SHARE, progress_bar
 
 OLD_SET = "old"
@@ -416,7 +416,8 @@ class BackboneEvaluator:
         metrics["trainable_parameters"] = count_parameters(model.trainable_parameters().values())
         others = _frozen_models(model)
         own = {id(parameter): parameter for each in (model, *_models(others)) for parameter in each.parameters()}
-        metrics["total_parameters"] = count_parameters(own.values())
+        stored = sum(graft.stored_parameters for graft in model.grafts.values() if isinstance(graft, Graft))
+        metrics["total_parameters"] = count_parameters(own.values()) + stored
         outcomes = self._measure_tasks(model)
         for name, outcome in outcomes.items():
             metrics.update(outcome.metrics(name))

@@ -18,6 +18,7 @@ from graftlm.grafts.base import (
     ReplacesModel,
     Trace,
     Traceable,
+    TrainsOnSets,
 )
 from graftlm.grafts.registry import (
     build_graft,

@@ -5,6 +5,7 @@ A method subclasses `Graft`. Abilities that only some methods have are mix-ins, 
 
     HasHeads         predicts the labels of tasks
     FitsOnText       learns from texts before training
+    TrainsOnSets     trains a part of itself on each named set of new text
     ReadsModels      reads the activations of other frozen models
     Traceable        records a value per token
     ReplacesModel    runs a changed or copied model
@@ -81,6 +82,19 @@ class GraftConfig(PresetConfig):
                 "older version, whose grafts would predict something else now. Train the graft again."
             )
         return self
+
+    def set_of_parts(self, sets: Sequence[str]) -> dict[str, str]:
+        """Return the named set of new text on which each part of the graft trains alone, by the name of the part.
+
+        By default there are no such parts.
+
+        Args:
+            sets: names of the sets of new text; none for text without named sets.
+
+        Raises:
+            RecipeError: the sets and the parts don't belong together.
+        """
+        return {}
 
     def check_rows(self, length: int) -> None:
         """Check that training rows are long enough for the graft to learn. By default, every length is.
@@ -166,6 +180,11 @@ class Graft(nn.Module):
     def max_static_columns(self) -> int | None:
         """The largest number of columns of a static cache for which `decodes_in_one_graph` holds; None for any."""
         return None
+
+    @property
+    def stored_parameters(self) -> int:
+        """Number of parameters that are read when a pass needs them, and are not parameters of the module."""
+        return 0
 
     def taps(self) -> list[Tap]:
         """Return the places where the graft reads and writes activations."""
@@ -269,7 +288,7 @@ class FitsOnText(ABC):
     def sources(self) -> Mapping[str, Sequence[Mapping[str, object]]]:
         """Return the sources of the texts, as lists of sources of a recipe's data, by names that the graft chooses.
 
-        A name without sources takes the new text of the run.
+        A name without sources takes the new text of the run, or of the set in `GraftConfig.set_of_parts`.
         """
 
     @abstractmethod
@@ -292,6 +311,24 @@ class FitsOnText(ABC):
 
         Returns:
             Sentences that warn the user of problems of the texts; an empty list without problems.
+        """
+
+
+class TrainsOnSets(ABC):
+    """A graft whose parts can train on one named set of new text each; see `GraftConfig.set_of_parts`."""
+
+    @abstractmethod
+    def train_on_sets(self, sets: Sequence[str]) -> list[str]:
+        """Let each row train the part that its set belongs to.
+
+        The passes of training then have the numbers of their rows' sets, (B,) long, as `extras["text_set"]`; old text
+        has -1.
+
+        Args:
+            sets: names of the sets of new text, in the order of their numbers; none for text without named sets.
+
+        Returns:
+            Sentences that tell the user which part trains on what.
         """
 
 

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig, LearnedTokensConfig
-from graftlm.data import DataConfig, Mixture, SelfSourceConfig, SourceConfig, TokenBlocks, build_documents
+from graftlm.data import DataConfig, Mixture, SelfSourceConfig, TokenBlocks, build_documents
 from graftlm.data.boundaries import check_boundaries
 from graftlm.data.conflicts import find_conflicts, single_turn
-from graftlm.data.example_texts import example_texts
 from graftlm.data.mixture import build_blocks, build_mixture
 from graftlm.data.new_names import NewNames
 from graftlm.data.own_text import marked_ids, read_own_text
@@ -44,10 +43,12 @@ from graftlm.grafts import (
     GraftConfig,
     ReadsModels,
     ReplacesModel,
+    TrainsOnSets,
     graft_config,
     new_graft,
 )
 from graftlm.runs.benchmark_run import BARE_RESULTS, BenchmarkRun, settings_of
+from graftlm.runs.fitting import example_sources, fit_on_text
 from graftlm.runs.matching import MatchedSize
 from graftlm.runs.rewriting_run import RewritingRun
 from graftlm.runs.run import Run, RunContext, Trainee, TrainingRun, steps_text
@@ -112,6 +113,8 @@ class GraftRun(TrainingRun):
         for key in LATER_DATA_KEYS:
             if getattr(self.data, key) == DataConfig.model_fields[key].default:
                 del settings["data"][key]
+        if self._set_of:
+            settings["data"]["by_set"] = True
         if not self.continues:
             del settings["continues"]
         for key in ("ask", "strength"):
@@ -141,6 +144,16 @@ class GraftRun(TrainingRun):
     def model_post_init(self, _context: object) -> None:
         if self.graft is not None and self.training.has_steps and not self.data.stream:
             self.graft.check_rows(self.data.length)
+        if self._set_of and self.data.stream:
+            raise RecipeError(
+                "Parts of the graft train on named sets of new text, but with data.stream rows continue over their "
+                "ends: set stream to false, or list the sources of data.new without names."
+            )
+
+    @property
+    def _set_of(self) -> dict[str, str]:
+        """The named set of new text on which a part of the graft trains, by the graft's name for the part."""
+        return {} if self.graft is None else self.graft.set_of_parts(self.data.sets.new)
 
     def artefacts(self) -> tuple[str, ...]:
         return () if self.graft is None else ("graft/graft.json",)
@@ -159,7 +172,7 @@ class GraftRun(TrainingRun):
         with GraftedModel(backbone, {GRAFT_NAME: graft}):
             pass
         if isinstance(graft, FitsOnText) and not self.continues:
-            sources = self._sources_of(graft)
+            sources = example_sources(graft, self.data.new, self._set_of)
             graft.check_examples([name for name, own in sources.items() if own])
             for own in sources.values():
                 for source in own:
@@ -297,8 +310,11 @@ class GraftRun(TrainingRun):
         for note in self._notes_on_conversations(backbone):
             context.log(note)
         self._log_start(context)
+        if isinstance(graft, TrainsOnSets) and self.training.has_steps:
+            for note in graft.train_on_sets(self.data.sets.new):
+                context.log(note)
         if isinstance(graft, FitsOnText) and continued is None:
-            for note in self._fit(graft):
+            for note in fit_on_text(graft, self.data.new, self._set_of):
                 context.log(note)
         model_class = StatefulModel if self.data.stream else GraftedModel
         grafts = {**earlier, GRAFT_NAME: graft}
@@ -338,39 +354,6 @@ class GraftRun(TrainingRun):
             models = graft.frozen_models()
             identity["frozen_models"] = {name: model.fingerprint.id for name, model in models.items()}
         return identity
-
-    def _fit(self, graft: FitsOnText) -> list[str]:
-        """Let a graft learn from the texts that it names, or from the new text where it names none.
-
-        Returns:
-            Sentences for the user.
-        """
-        texts = {}
-        for name, sources in self._sources_of(graft).items():
-            texts[name] = example_texts(build_documents(sources), prompts_only=graft.learns_from_prompts)
-        return graft.fit(texts)
-
-    def _sources_of(self, graft: FitsOnText) -> dict[str, list[SourceConfig]]:
-        """Return the sources of the texts that a graft learns from, by the graft's names for them."""
-        found: dict[str, list[SourceConfig]] = {}
-        named = graft.sources()
-        without = [name for name, sources in named.items() if not sources]
-        if len(without) > 1:
-            raise RecipeError(
-                f"{' and '.join(without)} have no examples, but only one can take them from data.new: give the others "
-                "texts or sources."
-            )
-        for name, sources in named.items():
-            parsed = [SourceConfig.parse(dict(source)) for source in sources]
-            if not parsed:
-                parsed = self.data.new
-                if any(source.streaming for source in parsed):
-                    raise RecipeError(
-                        f"{name} takes its examples from data.new, which is streamed and may have no end: give it "
-                        "examples under texts or sources, or set streaming to false."
-                    )
-            found[name] = parsed
-        return found
 
     def _notes_on_conversations(self, backbone: Backbone) -> Iterator[str]:
         """Yield what the user should know about new conversations: contradictions, and answers that are known."""
@@ -423,6 +406,8 @@ class GraftRun(TrainingRun):
             return self._build_batches(backbone, dependencies)
 
         data = self.data.model_dump_json(exclude={"test"})
+        if self._set_of:
+            data += " by set"
         return shared_batches((self.backbone, data, self.training.batch_size), build)
 
     def _build_batches(self, backbone: Backbone, dependencies: Mapping[str, Path]) -> Mixture:
@@ -434,7 +419,7 @@ class GraftRun(TrainingRun):
         for run in self._rewriting():
             data = data.model_copy(update={"new": run.rewritten_sources(dependencies[run.id])})
         if not data.stream:
-            return build_mixture(data, tokenizer, self.training.batch_size, own_text)
+            return build_mixture(data, tokenizer, self.training.batch_size, own_text, by_set=bool(self._set_of))
         blocks = build_blocks(data.new, data, tokenizer)
         assert isinstance(blocks, TokenBlocks), "the config does not allow a streaming source here"
         return StatefulBatches(blocks, self.training.batch_size)

@@ -123,7 +123,7 @@ def shared_batches(key: BatchesKey, build: Callable[[], Mixture]) -> Mixture:
     Batches are built anew if those that are kept have a position in their texts (`state_dict` is not empty).
 
     Args:
-        key: the backbone, the data section as JSON, and the batch size.
+        key: the backbone, the data section as JSON and how it is packed, and the batch size.
         build: builds the batches.
     """
     batches = _BATCHES.pop(key, None)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -12,12 +13,13 @@ from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor, nn
 
 from graftlm.backbone import Backbone
@@ -38,6 +40,20 @@ from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, base_mod
 
 _KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?:embedding_(?P<embedding>[AB])|(?P<linear>[AB])\.weight)")
 _KEY_PREFIX = "base_model.model."
+_CHOOSE_NO_MODULES = (
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_rslora",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "peft_version",
+)
+_TARGETS: WeakKeyDictionary[nn.Module, dict[str, frozenset[str]]] = WeakKeyDictionary()
+"""The modules to which PEFT gives factors, by backbone and by what an adapter's config has to say about them."""
 
 
 def _by_name(remedies: Mapping[str, str]) -> dict[str, str]:
@@ -88,6 +104,29 @@ def read_adapter(name: str, config: ExpertConfig, backbone: Backbone | None) -> 
     _check_targets(name, folder, peft_config, pairs, backbone)
     _warn_of_other_base(name, peft_config, backbone)
     return factors, digest
+
+
+def parse_factors(name: str, folder: Path, data: bytes, scales: Mapping[str, float]) -> dict[str, Factors]:
+    """Return the factors in the bytes of an adapter's tensor file, which `read_adapter` has checked before.
+
+    Args:
+        name: name of the expert, for error messages.
+        folder: folder of the adapter, for error messages.
+        data: the bytes of the file.
+        scales: factor of the update at each module, by path.
+
+    Returns:
+        The factors by module path, on the CPU.
+
+    Raises:
+        ArtifactError: the bytes are no safetensors file, or a factor is missing.
+    """
+    try:
+        tensors = load(data)
+    except (SafetensorError, ValueError) as error:
+        raise _unreadable_tensors(name, folder, error) from None
+    pairs = _pair_factors(name, folder, tensors, None)
+    return {path: Factors(pair["A"], pair["B"].T.contiguous(), scales[path]) for path, pair in pairs.items()}
 
 
 def _warn_of_other_base(name: str, peft_config: LoraConfig, backbone: Backbone) -> None:
@@ -232,15 +271,20 @@ def _read_tensors(name: str, folder: Path) -> tuple[dict[str, Tensor], str]:
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise ArtifactError(
-            f"{path} can't be read as a safetensors file ({first_line(error)}): copy the expert {name} again."
-        ) from None
+        raise _unreadable_tensors(name, folder, error) from None
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ArtifactError(
                 f"The tensor {key} of the expert {name} in {path} contains NaN or infinity: train the expert again."
             )
     return tensors, file_digest(path)
+
+
+def _unreadable_tensors(name: str, folder: Path, error: Exception) -> ArtifactError:
+    return ArtifactError(
+        f"{folder / ADAPTER_TENSORS} can't be read as a safetensors file ({first_line(error)}): copy the expert {name} "
+        "again."
+    )
 
 
 def _pair_factors(
@@ -368,8 +412,24 @@ def _depends_on_model(peft_config: LoraConfig) -> bool:
     return targets in ("none", "all-linear") or bool(peft_config.ensure_weight_tying)
 
 
-def _peft_targets(peft_config: LoraConfig, backbone: Backbone) -> set[str]:
-    """Return the paths of the modules to which PEFT gives factors, found on a copy of the model without weights."""
+def _peft_targets(peft_config: LoraConfig, backbone: Backbone) -> frozenset[str]:
+    """Return the paths of the modules to which PEFT gives factors.
+
+    They are found once for all adapters that differ only in what does not choose modules.
+    """
+    values = peft_config.to_dict()
+    chosen = {key: value for key, value in values.items() if key not in _CHOOSE_NO_MODULES}
+    key = json.dumps(
+        chosen, sort_keys=True, default=lambda value: sorted(value) if isinstance(value, set) else str(value)
+    )
+    known = _TARGETS.setdefault(backbone.model, {})
+    if key not in known:
+        known[key] = frozenset(_find_targets(peft_config, backbone))
+    return known[key]
+
+
+def _find_targets(peft_config: LoraConfig, backbone: Backbone) -> set[str]:
+    """Return the targets of `_peft_targets`, found on a copy of the model without weights."""
     model = backbone.model
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, field_validator, model_serializer
 
 from graftlm.config import Config
-from graftlm.errors import did_you_mean
+from graftlm.errors import RecipeError, did_you_mean
 from graftlm.grafts.base import GraftConfig
 
 Combination = Literal["exact", "linear"]
@@ -31,7 +31,9 @@ class ExpertConfig(Config):
             as q_proj.
         texts: examples of the expert's domain. The centroid is the mean of their embeddings.
         sources: files with further examples, in the form of the `data` sources of a recipe. The examples of a new
-            expert without texts and sources are the new text of its training, `data.new`.
+            expert without texts and sources are the text that it trains on.
+        set: named set of `data.new` on which a new expert trains alone. Default: the set of its name, if every new
+            expert has one and every set an expert; otherwise each document trains the expert of the nearest centroid.
         sha256: SHA-256 of the adapter's tensor file, which is written when the graft is saved.
     """
 
@@ -42,11 +44,12 @@ class ExpertConfig(Config):
     targets: list[str] = []
     texts: list[str] = []
     sources: list[dict[str, Any]] = []
+    set: str | None = Field(None, min_length=1)
     sha256: str | None = None
 
     def _problems(self) -> Iterator[str]:
         if self.bare:
-            for key in ("path", "rank", "targets", "alpha"):
+            for key in ("path", "rank", "targets", "alpha", "set"):
                 if getattr(self, key):
                     yield f"bare is true, but {key} is set, which an adapter has: leave one of them out"
             if not (self.texts or self.sources):
@@ -67,13 +70,16 @@ class ExpertConfig(Config):
         for key in ("targets", "alpha"):
             if self.path is not None and getattr(self, key):
                 yield f"{key} is set, but the adapter in path already defines it: leave {key} out"
+        if self.path is not None and self.set is not None:
+            yield "set names text to train on, but the adapter in path does not train: leave set out"
 
     @model_serializer(mode="wrap")
     def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
-        """Leave out `bare` at its default, so that earlier runs keep their keys."""
+        """Leave out later fields at their defaults, so that earlier runs keep their keys."""
         values = serialize(self)
-        if not self.bare:
-            values.pop("bare", None)
+        for key in ("bare", "set"):
+            if not values.get(key):
+                values.pop(key, None)
         return values
 
     @property
@@ -151,6 +157,8 @@ class TokenRoutingConfig(GraftConfig):
             full pass computes them again at each change.
         combination: `exact`: weighted sum of the experts' updates. `linear`, as published: the factors are summed
             before they are multiplied.
+        experts_in_memory: number of experts whose factors stay in memory; the others are read from their folders when
+            a route needs them. One pass holds all experts that its rows need. Default: all.
         fixed: weights of the experts by name for every token, instead of a route. Their sum is at most 1, and the bare
             backbone has the rest.
         bundle: whether to save the experts' factors in the artifact, instead of their paths and hashes.
@@ -170,6 +178,7 @@ class TokenRoutingConfig(GraftConfig):
     prompt: Literal["whole", "causal"] = "whole"
     cache: Literal["keep", "recompute"] = "keep"
     combination: Combination = "exact"
+    experts_in_memory: int | None = Field(None, ge=1)
     fixed: dict[str, NonNegativeFloat] | None = None
     bundle: bool = False
 
@@ -185,11 +194,60 @@ class TokenRoutingConfig(GraftConfig):
             yield f"the weights in fixed add up to {sum(fixed.values()):.4g}, but at most 1 is expected: lower them"
         if self.embedder.name == WORDS and self.threshold is None and fixed == {}:
             yield "the embedder words has scores near 0 for texts without a taught word: set threshold to 0.5"
+        yield from self._problems_of_memory()
         if self.policy == "discriminant":
             if self.threshold is not None:
                 yield "threshold is a cosine, but the policy discriminant computes no cosines: leave threshold out"
             if self.embedder.whiten is False:
                 yield "embedder.whiten is false, but policy: discriminant whitens vectors: leave whiten out"
+
+    @model_serializer(mode="wrap")
+    def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
+        """Leave out later fields without a value, so that earlier runs keep their keys."""
+        values = {"kind": self.kind} | serialize(self)
+        if self.experts_in_memory is None:
+            values.pop("experts_in_memory", None)
+        return values
+
+    def set_of_parts(self, sets: Sequence[str]) -> dict[str, str]:
+        new = {name: expert.set for name, expert in self.experts.items() if expert.is_new}
+        if all(own is None for own in new.values()):
+            return {name: name for name in new} if new.keys() == set(sets) else {}
+        found: dict[str, str] = {}
+        for name, own in new.items():
+            chosen = own or name
+            if chosen not in sets:
+                raise RecipeError(
+                    f"The expert {name} trains on the set {chosen}, but data.new has no such set"
+                    f"{did_you_mean(chosen, sets)}: name it there, or change set."
+                )
+            if chosen in found.values():
+                raise RecipeError(
+                    f"The set {chosen} of data.new belongs to two experts, of which {name} is one, but each set trains "
+                    "one expert: give them different sets."
+                )
+            found[name] = chosen
+        for own in sets:
+            if own not in found.values():
+                raise RecipeError(
+                    f"No expert trains on the set {own} of data.new: name it as the set of a new expert, or leave its "
+                    "text out."
+                )
+        return found
+
+    def _problems_of_memory(self) -> Iterator[str]:
+        if self.experts_in_memory is None:
+            return
+        for name, expert in self.experts.items():
+            if expert.is_new:
+                yield (
+                    f"experts_in_memory is set, but the expert {name} is new, and an expert in training stays in "
+                    "memory: leave experts_in_memory out"
+                )
+        if self.bundle:
+            yield "experts_in_memory reads experts from their folders, but bundle is true: leave one of them out"
+        if self.top is None and self.fixed is None:
+            yield "experts_in_memory is set, but without top every token needs all experts: set top, such as 2"
 
     @property
     def whitens(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graftlm.backbone import Backbone
 from graftlm.grafts.token_routing.adapters import read_adapter
-from graftlm.grafts.token_routing.config import ExpertConfig
+from graftlm.grafts.token_routing.config import ExpertConfig, TokenRoutingConfig
 from graftlm.grafts.token_routing.experts import Factors, new_factors
 
 
@@ -32,7 +32,46 @@ def read_expert(
     return read_adapter(name, expert, backbone)
 
 
-def saved_expert(tensors: Mapping[str, Tensor], prefix: str) -> Factors:
+def saved_factors(
+    config: TokenRoutingConfig,
+    factors_of: Callable[[str], Mapping[str, Factors]],
+) -> dict[str, Tensor]:
+    """Return the factors of new or bundled experts as an artifact has them, by name; the scales are copies.
+
+    Args:
+        config: configuration of the routing.
+        factors_of: returns the factors of an expert by module path.
+    """
+    tensors = {}
+    for name, expert in config.experts.items():
+        if expert.path is not None and not config.bundle:
+            continue
+        for path, factors in factors_of(name).items():
+            tensors[f"{name}.{path}.a"] = factors.a.detach()
+            tensors[f"{name}.{path}.b"] = factors.b.detach()
+            tensors[f"{name}.{path}.scale"] = torch.tensor(float(factors.scale))
+    return tensors
+
+
+def restore_factors(factors: Mapping[str, dict[str, Factors]], tensors: Mapping[str, Tensor]) -> bool:
+    """Add the saved factors of experts that have none, since their folders no longer exist.
+
+    Args:
+        factors: factors by expert and module path, which are completed.
+        tensors: the tensors of `saved_factors`.
+
+    Returns:
+        Whether there were such experts.
+    """
+    absent = [name for name, own in factors.items() if not own]
+    for key in tensors:
+        name, _, path = key.removesuffix(".a").partition(".")
+        if name in absent and key.endswith(".a"):
+            factors[name][path] = _saved_expert(tensors, f"{name}.{path}")
+    return bool(absent)
+
+
+def _saved_expert(tensors: Mapping[str, Tensor], prefix: str) -> Factors:
     """Return saved factors. A missing tensor becomes an empty one, which `check_tensors` refuses."""
     missing = torch.zeros(0)
     scale = tensors.get(f"{prefix}.scale", missing)

@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone
-from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
+from graftlm.grafts.token_routing.mixture import Projection, RouteWeights
 from graftlm.grafts.untying import untie
 
 
 @torch.no_grad()
 def merge_experts(
     backbone: Backbone,
-    mixtures: Iterable[tuple[str, MixedProjection]],
+    mixtures: Iterable[tuple[str, Projection]],
     weights: Sequence[float],
 ) -> PreTrainedModel:
     """Return a copy of the backbone's model to whose weights the updates of the experts are added.
@@ -43,7 +43,7 @@ def merge_experts(
     return model.eval()
 
 
-def _weight_change(mixture: MixedProjection, routes: RouteWeights, device: torch.device) -> Tensor:
+def _weight_change(mixture: Projection, routes: RouteWeights, device: torch.device) -> Tensor:
     """Return the change of a module's weight, (inputs, outputs): the updates for all unit vectors or all token ids."""
     inputs = mixture.target.inputs
     if mixture.target.is_embedding:

@@ -37,27 +37,46 @@ from graftlm.grafts.base import (
     ReadsPeft,
     Trace,
     Traceable,
+    TrainsOnSets,
     check_tensors,
 )
 from graftlm.grafts.sizes import HasSizes, Sizes
 from graftlm.grafts.token_routing.adapters import read_adapter
 from graftlm.grafts.token_routing.config import ExpertConfig, TokenRoutingConfig
 from graftlm.grafts.token_routing.embedders import PROBE, Embedder, load_embedder
-from graftlm.grafts.token_routing.expert_sources import placed, read_expert, saved_expert
-from graftlm.grafts.token_routing.experts import ExpertTarget, Factors, rank_sizes, write_adapter
+from graftlm.grafts.token_routing.expert_sources import read_expert, restore_factors, saved_factors
+from graftlm.grafts.token_routing.expert_store import ExpertStore
+from graftlm.grafts.token_routing.experts import Factors, rank_sizes, write_adapter
 from graftlm.grafts.token_routing.merging import merge_experts
-from graftlm.grafts.token_routing.mixture import MixedProjection, RouteWeights
+from graftlm.grafts.token_routing.mixture import Projection, RouteWeights
 from graftlm.grafts.token_routing.policy import ScoredCentroids, best_scores, expert_weights
+from graftlm.grafts.token_routing.projections import (
+    count_stored,
+    low_rank_updates,
+    projections_in_memory,
+    stored_experts,
+    stored_projections,
+)
 from graftlm.grafts.token_routing.recompute import Recompute
-from graftlm.grafts.token_routing.router import ROUTER_TENSORS, centre_of, check_router, fit_router, needed_tensors
+from graftlm.grafts.token_routing.router import (
+    ROUTER_TENSORS,
+    centre_of,
+    check_router,
+    direction_problem,
+    fit_router,
+    needed_tensors,
+)
 from graftlm.grafts.token_routing.routing_state import (
     RouteSpans,
     RoutingCacheLayer,
     RunningSum,
     cache_owner,
+    check_inputs,
+    repeat_weights,
     route_spans,
     routing_layer,
 )
+from graftlm.grafts.token_routing.set_training import experts_of_sets, notes_on_training
 
 BARE = "none"
 """The label of the bare backbone in traces."""
@@ -66,6 +85,7 @@ BARE = "none"
 class TokenRouting(
     Graft,
     FitsOnText,
+    TrainsOnSets,
     Traceable,
     Exportable,
     ExportsLowRank,
@@ -115,14 +135,10 @@ class TokenRouting(
         self._scored: ScoredCentroids | None = None
         self._causal = backbone.sites.family.causal
         self._recomputation = Recompute(backbone)
-        experts: dict[str, ExpertConfig] = {}
-        factors: dict[str, dict[str, Factors]] = {}
-        for name, expert in config.experts.items():
-            factors[name], digest = read_expert(name, expert, backbone, is_bundled=config.bundle)
-            experts[name] = expert.model_copy(update={"sha256": digest})
-        self.config = config.model_copy(update={"experts": experts})
         self.mixtures = nn.ModuleDict()
-        self._build_mixtures(factors)
+        self.store: ExpertStore | None = None
+        self.config = self._read_experts(config)
+        self.register_buffer("_expert_of_set", torch.zeros(0, dtype=torch.long), persistent=False)
         for name in ROUTER_TENSORS:
             self.register_buffer(name, torch.zeros(0, device=backbone.device), persistent=False)
 
@@ -130,46 +146,36 @@ class TokenRouting(
     def sizes(cls, config: GraftConfig, backbone: Backbone) -> Sizes:
         return rank_sizes(cast("TokenRoutingConfig", config), backbone)
 
-    def _build_mixtures(self, factors: Mapping[str, Mapping[str, Factors]]) -> None:
-        """Build a mixture for every module that an expert changes, from factors by expert and module path."""
+    def _read_experts(self, config: TokenRoutingConfig) -> TokenRoutingConfig:
+        """Read the experts, build their projections, and return the config with the hashes of the adapters."""
         backbone = self._backbone[0]
-        trained = set()
-        for number, expert in enumerate(self.config.experts.values()):
-            if expert.is_new:
-                trained.add(number)
-        for path, module in backbone.model.named_modules():
-            own: dict[int, Factors] = {}
-            for number, name in enumerate(self.names):
-                if path in factors[name]:
-                    own[number] = placed(factors[name][path], backbone)
-            if not own:
-                continue
-            self._check_experts(path, own)
-            self.mixtures[path.replace(".", "/")] = MixedProjection(
-                factors=own,
-                target=ExpertTarget.of(module, path),
-                combination=self.config.combination,
-                trained=frozenset(trained),
-            )
+        digests: dict[str, str | None] = dict.fromkeys(config.experts)
+        if config.experts_in_memory is not None:
+            stored = stored_experts(config, backbone)
+            digests |= {expert.name: expert.sha256 for expert in stored.values()}
+            self.store = ExpertStore(stored, config.experts_in_memory, backbone)
+            self._set_mixtures(stored_projections(config, backbone, self.store))
+        else:
+            factors: dict[str, dict[str, Factors]] = {}
+            for name, expert in config.experts.items():
+                factors[name], digests[name] = read_expert(name, expert, backbone, is_bundled=config.bundle)
+            self._set_mixtures(projections_in_memory(config, backbone, factors))
+        experts = {name: expert.model_copy(update={"sha256": digests[name]}) for name, expert in config.experts.items()}
+        return config.model_copy(update={"experts": experts})
 
-    def _check_experts(self, path: str, own: Mapping[int, Factors]) -> None:
-        """Raise an error if the experts of a module can't be combined, or can't be routed there."""
-        sites = self._backbone[0].sites
-        ranks = sorted({len(expert.a) for expert in own.values()})
-        if self.config.combination == "linear" and len(ranks) > 1:
-            raise RecipeError(
-                f"combination is linear, which sums factors of one rank, but at {path} they have the ranks "
-                f"{', '.join(str(rank) for rank in ranks)}: use experts of one rank, or set combination to exact."
-            )
-        if sites.reads_positions(path):
-            raise GraftError(
-                f"An expert changes {path}, but in a {sites.model_type} model this module also reads relative "
-                "positions, which have no route: use experts of other modules, such as the target ffn."
-            )
+    @property
+    def stored_parameters(self) -> int:
+        return 0 if self.store is None else count_stored(self._mixtures_by_path())
 
-    def _mixtures_by_path(self) -> Iterator[tuple[str, MixedProjection]]:
+    def _set_mixtures(self, projections: Mapping[str, Projection]) -> None:
+        """Use the projections of the experts, by module path."""
+        self.mixtures.clear()
+        for path, projection in projections.items():
+            self.mixtures[path.replace(".", "/")] = projection
+
+    def _mixtures_by_path(self) -> Iterator[tuple[str, Projection]]:
         for key, mixture in self.mixtures.items():
-            assert isinstance(mixture, MixedProjection)
+            assert isinstance(mixture, Projection)
             yield key.replace("/", "."), mixture
 
     @classmethod
@@ -184,7 +190,7 @@ class TokenRouting(
     @property
     def decodes_in_one_graph(self) -> bool:
         reads_no_text = self.config.reads == "prompt" or self.config.embedder.name == "backbone"
-        return reads_no_text and not self._uses_newest_weights
+        return reads_no_text and not self._uses_newest_weights and self.store is None
 
     def taps(self) -> list[Tap]:
         model = self._backbone[0].model
@@ -208,7 +214,7 @@ class TokenRouting(
 
     def _add(
         self,
-        mixture: MixedProjection,
+        mixture: Projection,
         key: Hashable,
         call: Call,
         inputs: Tensor,
@@ -221,7 +227,7 @@ class TokenRouting(
         if key is not self and call.selection is not None and call.selection.is_applied:
             assert call.input_ids is not None, "`prepare` refuses embeddings"
             weights_BTE = routes.weights.expand(*call.input_ids.shape, -1)
-            routes = RouteWeights(call.at_head(weights_BTE, inputs.shape[1]), routes.active)
+            routes = RouteWeights(call.at_head(weights_BTE, inputs.shape[1]), routes.active, routes.held)
         delta = mixture(inputs, routes)
         if delta is None:
             return None
@@ -232,15 +238,15 @@ class TokenRouting(
         if forced_B1E is not None:
             call.scratch[self] = self._routes(forced_B1E)
             return
-        _check_inputs(call)
+        check_inputs(call)
         layer = routing_layer(call, self, self._backbone[0].sites.n_layers)
         state = None if layer is None else layer.state
         spans = route_spans(call, self.config, state, causal=self._causal)
         weights_BTE = self._token_weights(call, spans, layer)
+        routes = self._routes(weights_BTE)
         if layer is not None:
             layer.append(spans, weights_BTE)
         call.scratch[self, "weights"] = weights_BTE
-        routes = self._routes(weights_BTE)
         # The head is not run again, so it always applies each token's own weights.
         call.scratch[self, "head"] = routes
         if self._uses_newest_weights and not call.training:
@@ -255,10 +261,32 @@ class TokenRouting(
 
     def _routes(self, weights_BTE: Tensor) -> RouteWeights:
         may_be_zero = self.config.top is not None or self.config.threshold is not None
-        sparse = may_be_zero and may_read(weights_BTE)
-        return RouteWeights.of(weights_BTE[..., :-1], sparse=sparse)
+        sparse = self.store is not None or (may_be_zero and may_read(weights_BTE))
+        routes = RouteWeights.of(weights_BTE[..., :-1], sparse=sparse)
+        if self.store is not None:
+            routes.held = self.store.hold(routes.active)
+        return routes
 
     def _token_weights(
+        self,
+        call: Call,
+        spans: RouteSpans,
+        layer: RoutingCacheLayer | None,
+    ) -> Tensor:
+        """Return the weights of every token, (B, T, E + 1); in training, 1 for the expert of the row's set, if any."""
+        text_set = call.extras.get("text_set")
+        if not (call.training and len(self._expert_of_set) and isinstance(text_set, Tensor)):
+            return self._weights_by_text(call, spans, layer)
+        set_B = text_set.to(spans.end.device)
+        has_set_B = set_B >= 0
+        expert_B = self._expert_of_set.to(set_B.device)[set_B.clamp(min=0)]
+        own_BE = nn.functional.one_hot(expert_B, len(self.names) + 1).float()
+        own_BTE = own_BE[:, None].expand(*spans.end.shape, -1)
+        if may_read(has_set_B) and has_set_B.all():
+            return own_BTE
+        return torch.where(has_set_B[:, None, None], own_BTE, self._weights_by_text(call, spans, layer))
+
+    def _weights_by_text(
         self,
         call: Call,
         spans: RouteSpans,
@@ -269,7 +297,7 @@ class TokenRouting(
         if fixed is None and call.training and len(self.names) == 1:
             fixed = [1.0]
         if fixed is not None:
-            return _repeat_weights(fixed, spans.end)
+            return repeat_weights(fixed, spans.end)
         running_sum = None if layer is None else layer.running_sum
         new_BTE = self._updated_weights(call, spans, running_sum)
         if layer is None or layer.state is None:
@@ -283,9 +311,9 @@ class TokenRouting(
     def _updated_weights(self, call: Call, spans: RouteSpans, running_sum: RunningSum | None) -> Tensor:
         """Return new weights at the ends of spans, (B, T, E + 1); in training, 1 for the nearest expert."""
         updates_BT = spans.updates
-        experts = len(self.names)
         if may_read(updates_BT) and not updates_BT.any():
-            return torch.zeros(*updates_BT.shape, experts + 1, device=updates_BT.device)
+            return torch.zeros(*updates_BT.shape, len(self.names) + 1, device=updates_BT.device)
+        experts = len(self.names)
         if not len(self.centroids):
             self._fit_to_config()
         scores = self._need_embedder().scores(call, spans, running_sum, self._scores)
@@ -333,6 +361,11 @@ class TokenRouting(
             weights_NE = weights_NE[call.token_mask.flatten()]
         means = weights_NE.mean(0).split(1)
         return {f"weight_{name}": mean for name, mean in zip([*self.names, BARE], means, strict=True)}
+
+    def train_on_sets(self, sets: Sequence[str]) -> list[str]:
+        numbers = experts_of_sets(self.config, sets)
+        self._expert_of_set = torch.tensor(numbers, dtype=torch.long, device=self._backbone[0].device)
+        return notes_on_training(self.config, sets)
 
     # The centroids
 
@@ -399,8 +432,10 @@ class TokenRouting(
                 setattr(self, name, router[name].to(device, dtype))
         if self.config.embedder.centroids == 1:
             self.owners = torch.arange(len(self.centroids), device=device)
-        if len(self.centroids):
-            self._check_directions()
+        problem = direction_problem(self.config, self.centroids, self.owners)
+        if problem:
+            self.centroids = self.centroids[:0]
+            raise GraftError(problem)
         self._prepare_centroids()
 
     def _prepare_centroids(self) -> None:
@@ -417,20 +452,9 @@ class TokenRouting(
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         applied = super()._apply(fn, recurse)
         self._prepare_centroids()  # which are on another device now, or have another dtype
+        if self.store is not None:
+            self.store.clear()
         return applied
-
-    def _check_directions(self) -> None:
-        """Raise `GraftError` if a centroid equals the centre, so that no vector is similar to it."""
-        centre_d = centre_of(self.config, self.centroids, self.owners)
-        norms = (self.centroids - centre_d).norm(dim=-1)
-        for number, norm in zip(self.owners.tolist(), norms.tolist(), strict=True):
-            if not norm > 1e-6:
-                self.centroids = self.centroids[:0]
-                raise GraftError(
-                    f"A centroid of the expert {self.names[number]} has no direction (its norm is {norm:.1g}), so no "
-                    "text can be similar to it: give the expert examples that are not empty and differ from those of "
-                    "the other experts."
-                )
 
     def _need_embedder(self) -> Embedder:
         """Return the embedder, which is loaded and compared with the embedder of the centroids on first use."""
@@ -486,17 +510,9 @@ class TokenRouting(
 
     def _updates(self, weights: Sequence[float]) -> dict[str, LowRankUpdate]:
         """Return the updates of the experts with the same weights for all texts."""
-        updates = {}
-        for path, mixture in self._mixtures_by_path():
-            if mixture.target.is_embedding:
-                raise ArtifactError(
-                    f"An expert changes the embedding {path}, but updates of linear modules are expected: export the "
-                    "graft alone (graft export GRAFT --to FOLDER)."
-                )
-            update = mixture.low_rank_update(weights)
-            if update is not None:
-                updates[path] = update
-        return updates
+        if self.store is not None:
+            self.store.hold([number for number, weight in enumerate(weights) if weight])
+        return low_rank_updates(self._mixtures_by_path(), weights)
 
     def _need_fixed_weights(self) -> list[float]:
         """Return the weights of the experts.
@@ -551,26 +567,14 @@ class TokenRouting(
         if not len(self.centroids):
             self.fit({})  # computes the centroids from the examples of the config
         router = {name: getattr(self, name) for name in needed_tensors(self.config)}
-        return router | self._saved_factors()
-
-    def _saved_factors(self) -> dict[str, Tensor]:
-        """Return the factors of new or bundled experts by name; the scales are copies."""
-        tensors = {}
-        for name, expert in self.config.experts.items():
-            if expert.path is not None and not self.config.bundle:
-                continue
-            for path, factors in self.factors(name).items():
-                tensors[f"{name}.{path}.a"] = factors.a.detach()
-                tensors[f"{name}.{path}.b"] = factors.b.detach()
-                tensors[f"{name}.{path}.scale"] = torch.tensor(float(factors.scale))
-        return tensors
+        return router | saved_factors(self.config, self.factors)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         remaining = dict(tensors)
         router = {name: remaining.pop(name) for name in ROUTER_TENSORS if name in tensors}
         check_router(self.config, router)
         self._restore_bundled(remaining)
-        own = self._saved_factors()
+        own = saved_factors(self.config, self.factors)
         check_tensors(own, remaining)
         with torch.no_grad():
             for key, value in own.items():
@@ -580,31 +584,8 @@ class TokenRouting(
 
     def _restore_bundled(self, tensors: Mapping[str, Tensor]) -> None:
         """Build the mixtures again with bundled experts whose folders no longer exist."""
-        factors = {name: self.factors(name) for name in self.names}
-        absent = [name for name, own in factors.items() if not own]
-        if not absent:
+        if self.store is not None:
             return
-        for key in tensors:
-            name, _, path = key.removesuffix(".a").partition(".")
-            if name in absent and key.endswith(".a"):
-                factors[name][path] = saved_expert(tensors, f"{name}.{path}")
-        self.mixtures.clear()
-        self._build_mixtures(factors)
-
-
-def _check_inputs(call: Call) -> None:
-    """Raise `GraftError` if a pass has no token ids."""
-    if call.input_ids is None:
-        raise GraftError("The pass has embeddings as inputs, but token routing reads token ids: pass input_ids.")
-    if call.input_ids.shape[1] == 0:
-        raise GraftError("The pass has no tokens, but token routing needs at least one: pass a longer text.")
-
-
-def _repeat_weights(fixed: Sequence[float], like_BT: Tensor) -> Tensor:
-    """Return the same weights for every token, (B, T, E + 1).
-
-    Each weight is filled on the device, because copying a list to a GPU would wait for the GPU.
-    """
-    bare = 1 - sum(fixed)
-    columns = [torch.full((1,), weight, device=like_BT.device) for weight in (*fixed, bare)]
-    return torch.cat(columns).expand(*like_BT.shape, len(columns))
+        factors = {name: self.factors(name) for name in self.names}
+        if restore_factors(factors, tensors):
+            self._set_mixtures(projections_in_memory(self.config, self._backbone[0], factors))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from graftlm.grafts.base import LowRankUpdate
 from graftlm.grafts.token_routing.config import Combination
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors
 
+_KNOWN_LAYOUTS = 4096  # layouts of experts that are kept
 _CACHED_STACKS = 4  # stacks of expert subsets that a module caches: routes change seldom, and subsets recur
 
 
@@ -44,13 +45,13 @@ class AdapterLayout:
     scales: tuple[float, ...]
 
     @classmethod
-    @functools.cache
+    @functools.lru_cache(maxsize=_KNOWN_LAYOUTS)
     def of(cls, experts: tuple[int, ...], ranks: tuple[int, ...], scales: tuple[float, ...]) -> AdapterLayout:
-        """Return the only layout with these values, which is found by its identity as a key of a dict."""
+        """Return the layout with these values, the same while it is in use; it is found by identity in a dict."""
         return cls(experts, ranks, scales)
 
 
-class _StackedFactors(NamedTuple):
+class StackedFactors(NamedTuple):
     """The factors of several experts.
 
     Args:
@@ -66,6 +67,42 @@ class _StackedFactors(NamedTuple):
     columns: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class HeldExperts:
+    """The factors of some experts, and what modules have computed of them.
+
+    Args:
+        active: numbers of the experts.
+        factors: factors by the number of the expert and by module path; a bare expert has none.
+    """
+
+    active: frozenset[int]
+    factors: Mapping[int, Mapping[str, Factors]]
+    _stacks: dict[str, StackedFactors] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all factors and stacks."""
+        for by_path in self.factors.values():
+            for own in by_path.values():
+                yield from (own.a, own.b)
+        for stack in self._stacks.values():
+            yield from (stack.a, stack.b)
+
+    def stack(self, path: str, build: Callable[[Mapping[int, Factors]], StackedFactors]) -> StackedFactors | None:
+        """Return the stack of the experts that change a module, which is built once; None if there are none.
+
+        Args:
+            path: path of the module.
+            build: builds the stack from the factors by expert.
+        """
+        if path not in self._stacks:
+            own = {expert: by_path[path] for expert, by_path in self.factors.items() if path in by_path}
+            if not own:
+                return None
+            self._stacks[path] = build(own)
+        return self._stacks[path]
+
+
 @dataclass
 class RouteWeights:
     """The weights of the experts in one pass.
@@ -74,10 +111,12 @@ class RouteWeights:
         weights: (B, T, E), where T is 1 if all tokens have the same weights. The weights of a token sum to at most 1;
             the rest is the weight of the bare backbone.
         active: experts with a nonzero weight anywhere in the pass; None for all.
+        held: factors of the active experts that were read for this pass; None if all experts are in memory.
     """
 
     weights: Tensor
     active: frozenset[int] | None = None
+    held: HeldExperts | None = None
     _scaled: dict[tuple[object, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @classmethod
@@ -96,7 +135,7 @@ class RouteWeights:
             return cls(weights_BTE)
         return cls(weights_BTE, active=frozenset(used))
 
-    def scaled(self, stack: _StackedFactors, like: Tensor, shape: torch.Size, *, root: bool = False) -> Tensor:
+    def scaled(self, stack: StackedFactors, like: Tensor, shape: torch.Size, *, root: bool = False) -> Tensor:
         """Compute w_e s_e for each column of a stack, once per pass and layout.
 
         Args:
@@ -117,7 +156,7 @@ class RouteWeights:
             return scaled_NR
         return scaled_BTR[:, -shape[1] :].expand(*shape, -1).flatten(0, 1)
 
-    def _compute_scaled(self, stack: _StackedFactors, like: Tensor, *, root: bool) -> Tensor:
+    def _compute_scaled(self, stack: StackedFactors, like: Tensor, *, root: bool) -> Tensor:
         scales = stack.layout.scales
         weights_BTE = self.weights.to(like.device)
         own_BTR = weights_BTE.index_select(-1, stack.columns)
@@ -132,46 +171,31 @@ class RouteWeights:
         return own_BTR.to(like.dtype)
 
 
-class MixedProjection(nn.Module):
+class Projection(nn.Module):
     """The experts that change one module.
 
-    Outside of training, the factors of all experts are views of one stack, so that they are in memory only once.
-
     Args:
-        factors: factors of each expert, by the number of the expert.
+        layout: the experts, with their ranks and scales.
         target: sizes of the module.
         combination: `exact`, or `linear`: (sum of sqrt(w_e s_e) B_e) (sum of sqrt(w_e s_e) A_e) x, which has cross
             terms between the experts.
-        trained: numbers of the experts that are trained.
+        device: device of the module.
     """
 
     def __init__(
         self,
-        factors: Mapping[int, Factors],
+        layout: AdapterLayout,
         target: ExpertTarget,
         combination: Combination,
-        trained: frozenset[int],
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.target = target
         self.combination = combination
-        experts = tuple(sorted(factors))
-        ranks = tuple(len(factors[expert].a) for expert in experts)
-        scales = tuple(factors[expert].scale for expert in experts)
-        self.layout = AdapterLayout.of(experts, ranks, scales)
-        numbers = torch.tensor(experts).repeat_interleave(torch.tensor(ranks))
+        self.layout = layout
+        numbers = torch.tensor(layout.experts).repeat_interleave(torch.tensor(layout.ranks))
         self.columns: Tensor
-        self.register_buffer("columns", numbers.to(factors[experts[0]].a.device), persistent=False)
-        self.a = nn.ParameterList()
-        self.b = nn.ParameterList()
-        for expert in experts:
-            is_trained = expert in trained
-            self.a.append(nn.Parameter(factors[expert].a, requires_grad=is_trained))
-            self.b.append(nn.Parameter(factors[expert].b, requires_grad=is_trained))
-        self._trains = not trained.isdisjoint(experts)
-        self._full_stack: _StackedFactors | None = None
-        self._full_storage = 0
-        self._subset_stacks: dict[tuple[int, ...], _StackedFactors] = {}
+        self.register_buffer("columns", numbers.to(device), persistent=False)
 
     def factors(self, expert: int) -> Factors:
         """Return the factors of one expert.
@@ -179,8 +203,11 @@ class MixedProjection(nn.Module):
         Args:
             expert: number of the expert, which must change this module.
         """
-        index = self.layout.experts.index(expert)
-        return Factors(self.a[index], self.b[index], self.layout.scales[index])
+        raise NotImplementedError
+
+    def _active_stack(self, routes: RouteWeights) -> StackedFactors | None:
+        """Return the factors of the active experts; None if none of them changes this module."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def low_rank_update(self, weights: Sequence[float]) -> LowRankUpdate | None:
@@ -192,10 +219,10 @@ class MixedProjection(nn.Module):
         a_parts = []
         b_parts = []
         for expert in self.layout.experts:
+            if not weights[expert]:
+                continue
             factors = self.factors(expert)
             weight = weights[expert] * factors.scale
-            if not weight:
-                continue
             if self.combination == "linear":
                 a_parts.append(math.sqrt(weight) * factors.a)
                 b_parts.append(math.sqrt(weight) * factors.b.T)
@@ -219,7 +246,7 @@ class MixedProjection(nn.Module):
         Returns:
             (B, T, o), or None if no active expert changes this module.
         """
-        stack = self._active_stack(routes.active)
+        stack = self._active_stack(routes)
         if stack is None:
             return None
         shape = x.shape[:2]
@@ -246,54 +273,15 @@ class MixedProjection(nn.Module):
             a_dR = a_dR.to(dtype)
         return x_Nd @ a_dR
 
-    def _active_stack(self, active: frozenset[int] | None) -> _StackedFactors | None:
-        """Return the factors of the active experts; None if none of them changes this module."""
-        if self._trains and torch.is_grad_enabled():
-            return self._stack(self.layout.experts)
-        if torch.compiler.is_compiling():
-            # Compiled code can't compare the storages of tensors.
-            return self._full_stack or self._stack(self.layout.experts)
-        full = self._current_full_stack()
-        if active is None or self._trains:
-            return full
-        chosen = tuple(expert for expert in self.layout.experts if expert in active)
-        if not chosen:
-            return None
-        if len(chosen) == len(self.layout.experts):
-            return full
-        return self._subset_stack(chosen)
+    def _stack(self, experts: tuple[int, ...], own: Mapping[int, Factors] | None = None) -> StackedFactors:
+        """Concatenate the factors of some experts.
 
-    def _current_full_stack(self) -> _StackedFactors:
-        """Return the stack of all experts, which is built again if parameters were moved or replaced."""
-        full = self._full_stack
-        if full is None or _storage(self.a[0]) != self._full_storage:
-            self._subset_stacks.clear()
-            full = self._stack(self.layout.experts)
-            self._full_stack = full
-            self._full_storage = _storage(full.a)
-            self._make_views(full)
-        return full
-
-    def _subset_stack(self, chosen: tuple[int, ...]) -> _StackedFactors:
-        """Return the stack of some experts; the most recently built ones are cached."""
-        if chosen not in self._subset_stacks:
-            while len(self._subset_stacks) >= _CACHED_STACKS:
-                oldest = next(iter(self._subset_stacks))
-                del self._subset_stacks[oldest]
-            self._subset_stacks[chosen] = self._stack(chosen)
-        return self._subset_stacks[chosen]
-
-    @torch.no_grad()
-    def _make_views(self, stack: _StackedFactors) -> None:
-        """Replace the data of the parameters by views of the stack."""
-        if len(self.a) == 1 or any(isinstance(parameter, DTensor) for parameter in self.a):
-            return
-        _set_data(self.a, stack.a.T.split(self.layout.ranks))
-        _set_data(self.b, stack.b.split(self.layout.ranks))
-
-    def _stack(self, experts: tuple[int, ...]) -> _StackedFactors:
-        """Concatenate the factors of some experts."""
-        factors = [self.factors(expert) for expert in experts]
+        Args:
+            experts: numbers of the experts, in the order of the layout.
+            own: the factors by expert; by default those of `factors`.
+        """
+        if own is None:
+            own = {expert: self.factors(expert) for expert in experts}
         layout = self.layout
         columns = self.columns
         if experts != layout.experts:
@@ -305,12 +293,97 @@ class MixedProjection(nn.Module):
                 tuple(layout.ranks[index] for index in chosen),
                 tuple(layout.scales[index] for index in chosen),
             )
-        return _StackedFactors(
+        return StackedFactors(
             layout=layout,
-            a=_concatenate([own.a for own in factors]).T,
-            b=_concatenate([own.b for own in factors]),
+            a=_concatenate([own[expert].a for expert in experts]).T,
+            b=_concatenate([own[expert].b for expert in experts]),
             columns=columns,
         )
+
+
+class MixedProjection(Projection):
+    """The experts that change one module, all of which are in memory.
+
+    Outside of training, the factors of all experts are views of one stack, so that they are in memory only once.
+
+    Args:
+        factors: factors of each expert, by the number of the expert.
+        target: sizes of the module.
+        combination: see `Projection`.
+        trained: numbers of the experts that are trained.
+    """
+
+    def __init__(
+        self,
+        factors: Mapping[int, Factors],
+        target: ExpertTarget,
+        combination: Combination,
+        trained: frozenset[int],
+    ) -> None:
+        experts = tuple(sorted(factors))
+        ranks = tuple(len(factors[expert].a) for expert in experts)
+        scales = tuple(factors[expert].scale for expert in experts)
+        layout = AdapterLayout.of(experts, ranks, scales)
+        super().__init__(layout, target, combination, factors[experts[0]].a.device)
+        self.a = nn.ParameterList()
+        self.b = nn.ParameterList()
+        for expert in experts:
+            is_trained = expert in trained
+            self.a.append(nn.Parameter(factors[expert].a, requires_grad=is_trained))
+            self.b.append(nn.Parameter(factors[expert].b, requires_grad=is_trained))
+        self._trains = not trained.isdisjoint(experts)
+        self._full_stack: StackedFactors | None = None
+        self._full_storage = 0
+        self._subset_stacks: dict[tuple[int, ...], StackedFactors] = {}
+
+    def factors(self, expert: int) -> Factors:
+        index = self.layout.experts.index(expert)
+        return Factors(self.a[index], self.b[index], self.layout.scales[index])
+
+    def _active_stack(self, routes: RouteWeights) -> StackedFactors | None:
+        if self._trains and torch.is_grad_enabled():
+            return self._stack(self.layout.experts)
+        if torch.compiler.is_compiling():
+            # Compiled code can't compare the storages of tensors.
+            return self._full_stack or self._stack(self.layout.experts)
+        full = self._current_full_stack()
+        active = routes.active
+        if active is None or self._trains:
+            return full
+        chosen = tuple(expert for expert in self.layout.experts if expert in active)
+        if not chosen:
+            return None
+        if len(chosen) == len(self.layout.experts):
+            return full
+        return self._subset_stack(chosen)
+
+    def _current_full_stack(self) -> StackedFactors:
+        """Return the stack of all experts, which is built again if parameters were moved or replaced."""
+        full = self._full_stack
+        if full is None or _storage(self.a[0]) != self._full_storage:
+            self._subset_stacks.clear()
+            full = self._stack(self.layout.experts)
+            self._full_stack = full
+            self._full_storage = _storage(full.a)
+            self._make_views(full)
+        return full
+
+    def _subset_stack(self, chosen: tuple[int, ...]) -> StackedFactors:
+        """Return the stack of some experts; the most recently built ones are cached."""
+        if chosen not in self._subset_stacks:
+            while len(self._subset_stacks) >= _CACHED_STACKS:
+                oldest = next(iter(self._subset_stacks))
+                del self._subset_stacks[oldest]
+            self._subset_stacks[chosen] = self._stack(chosen)
+        return self._subset_stacks[chosen]
+
+    @torch.no_grad()
+    def _make_views(self, stack: StackedFactors) -> None:
+        """Replace the data of the parameters by views of the stack."""
+        if len(self.a) == 1 or any(isinstance(parameter, DTensor) for parameter in self.a):
+            return
+        _set_data(self.a, stack.a.T.split(self.layout.ranks))
+        _set_data(self.b, stack.b.split(self.layout.ranks))
 
 
 def _add_experts(u_NR: Tensor, experts: int) -> Tensor:

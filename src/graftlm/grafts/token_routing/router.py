@@ -97,6 +97,28 @@ def centre_of(config: TokenRoutingConfig, centroids_Md: Tensor, owners_M: Tensor
     return means_Ed.mean(0)
 
 
+def direction_problem(config: TokenRoutingConfig, centroids_Md: Tensor, owners_M: Tensor) -> str:
+    """Return why a centroid equals the centre, so that no vector is similar to it; empty if none does.
+
+    Args:
+        config: configuration of the routing.
+        centroids_Md: the centroids, of which there may be none.
+        owners_M: number of the expert of each centroid.
+    """
+    if not len(centroids_Md):
+        return ""
+    names = list(config.experts)
+    norms = (centroids_Md - centre_of(config, centroids_Md, owners_M)).norm(dim=-1)
+    for number, norm in zip(owners_M.tolist(), norms.tolist(), strict=True):
+        if not norm > 1e-6:
+            return (
+                f"A centroid of the expert {names[number]} has no direction (its norm is {norm:.1g}), so no text can "
+                "be similar to it: give the expert examples that are not empty and differ from those of the other "
+                "experts."
+            )
+    return ""
+
+
 def check_router(config: TokenRoutingConfig, router: Mapping[str, Tensor]) -> None:
     """Check that saved tensors belong to a config.
 

@@ -320,3 +320,21 @@ def _prompt_lengths(
     if call.cache is not None and reads_whole_prompt:  # the first pass of a generation
         return real.sum(1, keepdim=True).clamp(min=1).expand(-1, length)
     return torch.ones_like(start)
+
+
+def check_inputs(call: Call) -> None:
+    """Raise `GraftError` if a pass has no token ids."""
+    if call.input_ids is None:
+        raise GraftError("The pass has embeddings as inputs, but token routing reads token ids: pass input_ids.")
+    if call.input_ids.shape[1] == 0:
+        raise GraftError("The pass has no tokens, but token routing needs at least one: pass a longer text.")
+
+
+def repeat_weights(fixed: Sequence[float], like_BT: Tensor) -> Tensor:
+    """Return the same weights for every token, (B, T, E + 1).
+
+    Each weight is filled on the device, because copying a list to a GPU would wait for the GPU.
+    """
+    bare = 1 - sum(fixed)
+    columns = [torch.full((1,), weight, device=like_BT.device) for weight in (*fixed, bare)]
+    return torch.cat(columns).expand(*like_BT.shape, len(columns))
