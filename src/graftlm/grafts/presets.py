@@ -20,7 +20,8 @@ class PresetConfig(Config):
     """A config that may take the defaults of its keys from a preset.
 
     Args:
-        preset: a named form, such as the published one. Its values replace defaults, and are stored instead of the name.
+        preset: a named form, such as the published one. Its values replace defaults, and are stored instead of the
+            name.
 
     Attributes:
         presets: the values of each preset by the names of presets and keys; a subclass declares its own.
