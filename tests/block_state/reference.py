@@ -266,7 +266,7 @@ def _filter_states(module: Any, h: Tensor, config: BlockStateConfig) -> list[Ten
 def _filter_outputs(kernels: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
     """(T, S, E)."""
     y = _outputs(kernels, u, config)
-    y = y[..., 0] if config.kernel == "s4d" else y[:, :, 0]
+    y = y[:, :, 0] if config.kernel == "unstructured" else y[..., 0]
     return y.transpose(1, 2)
 
 

@@ -207,6 +207,25 @@ def test_s4d_starts_as_published() -> None:
     assert float(kernel.d.detach().std()) == pytest.approx(1, rel=0.1)
 
 
+def test_dss_starts_with_the_eigenvalues_of_hippo() -> None:
+    """Those with positive imaginary parts of A + P P^T, for HiPPO-LegS A and P = sqrt(n + 1/2)."""
+    size = 8
+    normal = torch.zeros(size, size, dtype=torch.double)
+    for n in range(size):
+        for k in range(size):
+            hippo = -(n + 1) if n == k else 0
+            if n > k:
+                hippo = -math.sqrt((2 * n + 1) * (2 * k + 1))
+            normal[n, k] = hippo + math.sqrt((n + 0.5) * (k + 0.5))
+    values = torch.linalg.eigvals(normal)
+    torch.testing.assert_close(values.real, torch.full_like(values.real, -0.5))
+    kernel = S4DKernel(2, 1, 3, size, hippo=True).double()
+    kernel.reset_parameters()
+    expected = values.imag[values.imag > 0].sort().values
+    torch.testing.assert_close(kernel.frequency.detach(), expected.expand(3, 2, size // 2))
+    torch.testing.assert_close(kernel.log_decay.detach().exp(), torch.full((3, 2, size // 2), 0.5).double())
+
+
 def test_unstructured_kernels_have_the_energy_of_their_network() -> None:
     """A network that is 1 at all times gives exp(-alpha t) over the root of its energy: unit energy in all."""
     torch.manual_seed(0)

@@ -247,7 +247,14 @@ def _kernels(config: BlockStateConfig, outputs: int, systems: int) -> S4DKernel 
     """Build the systems of a config's kernel."""
     # The positional model of a config with kernel: delta is structured.
     if config.kernel != "unstructured":
-        return S4DKernel(config.state_width, outputs, systems, config.state_size)
+        return S4DKernel(
+            config.state_width,
+            outputs=outputs,
+            systems=systems,
+            state_size=config.state_size,
+            step_sizes=(config.dt_min, config.dt_max),
+            hippo=config.kernel == "dss",
+        )
     return UnstructuredKernel(
         config.state_width,
         outputs=outputs * systems,
