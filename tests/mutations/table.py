@@ -293,7 +293,7 @@ MUTATIONS = [
         ("bias without the causal offset", "taps", "backbone/attention_bias.py", ".tril(keys - queries)", ".tril()"),
         ("bias opens hidden keys", "taps", "backbone/attention_bias.py", "return torch.where(mask, bias, torch.finfo(bias.dtype).min)", "return bias"),
         # Block-state transformers
-        ("step sizes from 0.1 to 1", "block-state", _SSM, "math.log(smallest), math.log(largest)", "math.log(largest), math.log(10 * largest)"),
+        ("step sizes from 0.1 to 1", "block-state", _SSM, "math.log(1e-3), math.log(1e-1)", "math.log(1e-1), math.log(1.0)"),
         ("decay of 2", "block-state", _SSM, "self.log_decay.fill_(math.log(0.5))", "self.log_decay.fill_(math.log(2.0))"),
         ("frequencies without pi", "block-state", _SSM, "math.pi * torch.arange(self.shape[-1])", "torch.arange(self.shape[-1])"),
         ("outputs of variance 1", "block-state", _SSM, "self.c.normal_(std=math.sqrt(0.5))", "self.c.normal_(std=1.0)"),
@@ -303,8 +303,6 @@ MUTATIONS = [
         ("initial state decays once", "block-state", _SSM, "torch.exp(log_a * lengths_B[:, None, None, None])", "torch.exp(log_a)"),
         ("kernel's energy halved", "block-state", _SSM, "/ (2 * alpha)", "/ alpha"),
         ("kernel network of variance 1", "block-state", _SSM, "normal_(std=self.outer.in_features**-0.5)", "normal_()"),
-        ("pairs of chunks decay as one chunk", "block-state", _CONVOLUTION, "length=2 * length", "length=length"),
-        ("frequencies of HiPPO doubled", "block-state", _SSM, "torch.outer(root, root) / 2", "torch.outer(root, root)"),
         ("circular convolution", "block-state", _CONVOLUTION, "size = 2 * length", "size = length"),
         ("scores without their scale", "block-state", _MULTI_HEAD, "(q / math.sqrt(q.shape[-1])) @ k", "q @ k"),
         ("banded scores by the whole width", "block-state", _WINDOWS, "math.sqrt(q_BGd.shape[-1] / self.num_heads)", "math.sqrt(q_BGd.shape[-1])"),

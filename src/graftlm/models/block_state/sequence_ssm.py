@@ -6,6 +6,7 @@ w slots of a window, P pairs of states.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -252,7 +253,7 @@ def _kernels(config: BlockStateConfig, outputs: int, systems: int) -> S4DKernel 
             outputs=outputs,
             systems=systems,
             state_size=config.state_size,
-            step_sizes=(config.dt_min, config.dt_max),
+            log_dt_range=(math.log(config.dt_min), math.log(config.dt_max)),
             hippo=config.kernel == "dss",
         )
     return UnstructuredKernel(

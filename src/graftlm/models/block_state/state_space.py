@@ -40,7 +40,7 @@ class S4DKernel(nn.Module):
         outputs: number of outputs C of each system.
         systems: number of parallel systems M.
         state_size: real numbers N in a system's state, which are N / 2 conjugate pairs.
-        step_sizes: smallest and largest initial step size dt.
+        log_dt_range: logarithms of the smallest and the largest initial step size dt.
         hippo: whether frequencies are initially those of HiPPO-LegS, instead of multiples of pi.
     """
 
@@ -50,12 +50,12 @@ class S4DKernel(nn.Module):
         outputs: int,
         systems: int,
         state_size: int,
-        step_sizes: tuple[float, float] = (1e-3, 1e-1),
+        log_dt_range: tuple[float, float] = (math.log(1e-3), math.log(1e-1)),
         hippo: bool = False,
     ) -> None:
         super().__init__()
         self.shape = (systems, channels, state_size // 2)
-        self.step_sizes = step_sizes
+        self.log_dt_range = log_dt_range
         self.hippo = hippo
         self.log_dt = _zeros(systems, channels)
         self.log_decay = _zeros(*self.shape)
@@ -66,8 +66,7 @@ class S4DKernel(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize all parameters."""
-        smallest, largest = self.step_sizes
-        self.log_dt.uniform_(math.log(smallest), math.log(largest))
+        self.log_dt.uniform_(*self.log_dt_range)
         self.log_decay.fill_(math.log(0.5))
         frequencies = math.pi * torch.arange(self.shape[-1])
         if self.hippo:
