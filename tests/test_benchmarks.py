@@ -68,6 +68,7 @@ ROWS = {
         "growth_exponent",
         "decode_65k_vs_1k",
     ],
+    "state_space": ["tokens_4k", "tokens_16k", "tokens_65k"],
     "conditional_tasks": ["train_step", "selection", "mixed_20_tasks", "memory_20_tasks", "serve_20_tasks"],
     "summarize": ["selector", "embedding_ranking", "sent_clf", "sent_ptr", "sent_modern", "oracle_labels"],
     "serving": [
@@ -96,6 +97,7 @@ AIMS = {
     "many_experts": ["ratio", "ratio", "ratio"],
     "operations": ["operations_ratio"] * 4,
     "block_state": ["ratio", "ratio", "ratio", "value", "value"],
+    "state_space": ["ratio"],
     "conditional_tasks": ["ratio", "ratio", "ratio", "ratio"],
     "summarize": ["ratio"],
     "serving": ["ratio", "ratio", "ratio", "ratio", "ratio", "ratio"],

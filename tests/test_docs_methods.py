@@ -28,10 +28,7 @@ CONFIGS: dict[str, list[type[BaseModel]]] = {
     "block-state": [LanguageModelRecipe],
 }
 """Configs of the pages that describe no kind of graft."""
-WITHOUT_TABLE = {
-    "baselines",  # methods of others, mostly as PEFT implements them
-    "block-state",
-}
+WITHOUT_TABLE = {"baselines"}  # methods of others, mostly as PEFT implements them
 
 
 def pages() -> dict[str, str]:

@@ -70,13 +70,13 @@ def _normed(x: Tensor, norm: Any) -> Tensor:
 def _outputs(kernels: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
     """(T, E, M, C): outputs of every system at every token, for inputs (T, E)."""
     if config.kernel != "unstructured":
-        return _recurrence(kernels, u)
+        return recurrence(kernels, u)
     outputs = [_convolution(kernels, u, number) for number in range(kernels.shape[0])]
     return torch.stack(outputs, dim=-1)[:, :, None]
 
 
-def _recurrence(kernels: Any, u: Tensor) -> Tensor:
-    """x_t = a x_{t-1} + b u_t, y_t = 2 Re(c x_t) + d u_t, with a = exp(dt A) and b = (a - 1) / A."""
+def recurrence(kernels: Any, u: Tensor) -> Tensor:
+    """(T, E, M, C): x_t = a x_{t-1} + b u_t, y_t = 2 Re(c x_t) + d u_t, with a = exp(dt A) and b = (a - 1) / A."""
     a_continuous = torch.complex(-torch.exp(kernels.log_decay), kernels.frequency)
     a = torch.exp(torch.exp(kernels.log_dt)[..., None] * a_continuous)  # (M, E, P)
     b = (a - 1) / a_continuous
@@ -266,7 +266,7 @@ def _filter_states(module: Any, h: Tensor, config: BlockStateConfig) -> list[Ten
 def _filter_outputs(kernels: Any, u: Tensor, config: BlockStateConfig) -> Tensor:
     """(T, S, E)."""
     y = _outputs(kernels, u, config)
-    y = y[..., 0] if config.kernel == "s4d" else y[:, :, 0]
+    y = y[:, :, 0] if config.kernel == "unstructured" else y[..., 0]
     return y.transpose(1, 2)
 
 

@@ -15,7 +15,11 @@ from block_state import tools
 from graftlm.errors import GraftError, RecipeError
 from graftlm.models.block_state import BlockStateConfig, BlockStateForCausalLM
 from graftlm.models.block_state.grid import WindowGrid
+from graftlm.models.block_state.presets import PRESETS
 from graftlm.models.block_state.sequence_ssm import TokenSSM, WindowEndSSM
+from graftlm.models.block_state.state_space import S4DKernel
+from graftlm.training.config import TrainingConfig
+from graftlm.training.optimizer import declared, make_optimizer
 
 
 def assert_same_weights(loaded: torch.nn.Module, model: torch.nn.Module) -> None:
@@ -194,6 +198,65 @@ def test_state_spaces_have_no_weight_decay(tmp_path: Path) -> None:
     assert {name.rpartition(".")[2] for name in names} == {"log_dt", "log_decay", "frequency", "c", "d"}
 
 
+def test_each_kind_of_parameter_of_structured_kernels_has_its_rate() -> None:
+    """The rates reach the optimizer's groups, as factors; all other parameters have the common rate."""
+    model = tools.model("mf-s4d", a_rate=0.1, c_rate=0.5, dt_rate=0.2)
+    parameters = dict(model.named_parameters())
+    scales = declared(model, "learning_rate_scales")
+    optimizer = make_optimizer(parameters, TrainingConfig(steps=1), scales=scales)
+    groups = {id(weight): group["scale"] for group in optimizer.param_groups for weight in group["params"]}
+    expected = {"log_decay": 0.1, "frequency": 0.1, "c": 0.5, "log_dt": 0.2}
+    for name, parameter in parameters.items():
+        rate = expected.get(name.rpartition(".")[2], 1.0) if ".kernels." in name else 1.0
+        assert groups[id(parameter)] == rate, name
+
+
+def test_the_step_sizes_of_all_structured_kernels_have_the_configs_range() -> None:
+    torch.manual_seed(0)
+    config = tools.config("mf-s4d", dt_min=1e-4, dt_max=1e-3, state_width=400)
+    steps = [module.log_dt.exp() for module in BlockStateForCausalLM(config).modules() if isinstance(module, S4DKernel)]
+    assert len(steps) == 3  # after the embeddings, and in two layers
+    for dt in steps:
+        assert float(dt.detach().min()) == pytest.approx(1e-4, rel=0.05)
+        assert float(dt.detach().max()) == pytest.approx(1e-3, rel=0.05)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_published_sizes(name: str) -> None:
+    """Section 5.4.1 of the thesis; its layers {1, 7, 9} and {1, 5, 7, 9} are counted from 1."""
+    config = BlockStateConfig(preset=name)
+    is_large = name.endswith("-l")
+    assert (config.hidden_size, config.num_hidden_layers, config.hidden_act) == (1024, 12, "relu")
+    assert (config.window, config.state_size, config.head_dim) == (512, 16, 128)
+    assert config.intermediate_size == (8192 if is_large else 4096)
+    assert config.num_attention_heads == (12 if is_large else 8)
+    assert config.mixer_layers == ([0, 4, 6, 8] if is_large else [0, 6, 8])
+    assert config.context == name.split("-")[1]
+    assert config.kernel == ("unstructured" if "unstruct" in name else "s4d")
+    is_multi_filter = config.context == "mf"
+    assert config.state_width == (128 if is_multi_filter else 256)
+    if is_multi_filter:
+        assert config.filters == (64 if is_large else 32)
+
+
+def test_keys_that_are_given_override_those_of_a_preset(tmp_path: Path) -> None:
+    """Also where a given value is the default of a model without a preset, and after saving and loading."""
+    config = BlockStateConfig(preset="bst-mf-l", window=128, num_hidden_layers=9, kernel="dss")
+    config.save_pretrained(tmp_path)
+    for actual in (config, AutoConfig.from_pretrained(tmp_path)):
+        assert (actual.window, actual.num_hidden_layers, actual.kernel) == (128, 9, "dss")
+        assert (actual.num_attention_heads, actual.head_dim, actual.filters) == (12, 128, 64)
+        assert actual.mixer_layers == [0, 4, 6, 8]
+
+
+def test_a_config_without_later_keys_is_written_as_before() -> None:
+    """Otherwise the fingerprint of every model that was trained before would change."""
+    later = {"preset", "head_dim", "dt_min", "dt_max", "a_rate", "c_rate", "dt_rate"}
+    assert not later & BlockStateConfig().to_dict().keys()
+    changed = BlockStateConfig(head_dim=64, dt_min=1e-4, a_rate=0.1).to_dict()
+    assert later & changed.keys() == {"head_dim", "dt_min", "a_rate"}
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -225,6 +288,18 @@ def test_state_spaces_have_no_weight_decay(tmp_path: Path) -> None:
         ({"reset_states": "yes", "kernel": "delta"}, ["reset_states is 'yes'"]),
         ({"bidirectional": True, "mixer": "recurrent"}, ["bidirectional", "mixer recurrent"]),
         ({"relative_buckets": 2}, ["relative_buckets is 2"]),
+        ({"head_dim": 0}, ["head_dim is 0"]),
+        ({"dt_min": 0}, ["dt_min is 0"]),
+        ({"dt_max": "long"}, ["dt_max is 'long'"]),
+        ({"dt_min": 0.1, "dt_max": 0.01}, ["dt_min is 0.1", "dt_max, 0.01"]),
+        ({"a_rate": 0.0}, ["a_rate is 0.0"]),
+        ({"c_rate": True}, ["c_rate is True"]),
+        ({"dt_rate": float("inf")}, ["dt_rate is inf"]),
+        ({"dt_max": 0.01, "kernel": "unstructured"}, ["dt_max is 0.01", "kernel"]),
+        ({"a_rate": 0.1, "mixer": "recurrent"}, ["a_rate is 0.1"]),
+        ({"dt_rate": 0.1, "kernel": "delta", "positional_ssm": False}, ["dt_rate is 0.1"]),
+        ({"preset": "bst-sh-xl"}, ["preset is 'bst-sh-xl'", "bst-sh-l"]),
+        ({"preset": 3}, ["preset is 3"]),
     ],
 )
 def test_invalid_settings_are_refused(settings: dict[str, Any], named: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from block_state import reference
 from graftlm.errors import GraftError
 from graftlm.models.block_state import convolution
 from graftlm.models.block_state.state_space import S4DKernel, UnstructuredKernel
+from graftlm.testing.operations import count_operations
 
 
 def s4d(outputs: int = 1, systems: int = 1, dtype: torch.dtype = torch.double) -> S4DKernel:
@@ -75,6 +78,77 @@ def test_forms_have_the_same_gradients() -> None:
     torch.testing.assert_close(*gradients.values(), rtol=1e-8, atol=1e-8)
 
 
+def chunk_states(chunks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """States (E, B, n, Q) of chunks from zero, log a (E, Q), and an initial state (E, B, Q)."""
+    generator = torch.Generator().manual_seed(chunks)
+    states = torch.randn(3, 2, chunks, 4, dtype=torch.cdouble, generator=generator)
+    initial = torch.randn(3, 2, 4, dtype=torch.cdouble, generator=generator)
+    decay = torch.rand(3, 4, dtype=torch.double, generator=generator)
+    angle = torch.randn(3, 4, dtype=torch.double, generator=generator)
+    return states, torch.complex(-0.1 * decay, angle), initial
+
+
+def loop(states: Tensor, log_a: Tensor, length: int, initial: Tensor | None) -> Tensor:
+    """The states before all chunks, one chunk after the other."""
+    state = torch.zeros_like(states[:, :, 0]) if initial is None else initial
+    before = []
+    for within_chunk in states.unbind(2):
+        before.append(state)
+        state = torch.exp(log_a * length)[:, None] * state + within_chunk
+    return torch.stack(before, dim=2)
+
+
+@given(chunks=st.integers(2, 40), with_state=st.booleans())
+def test_the_scan_of_chunks_equals_a_loop(chunks: int, with_state: bool) -> None:
+    results = []
+    for form in (convolution.scan_chunks, loop):
+        leaves = [tensor.requires_grad_() for tensor in chunk_states(chunks)]
+        states, log_a, initial = leaves
+        before = form(states, log_a, 3, initial if with_state else None)
+        weights = torch.arange(1, before.numel() + 1).reshape(before.shape) * (1 + 2j) / before.numel()
+        (before * weights).sum().real.backward()
+        gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
+        results.append([before, *gradients])
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+def test_twice_the_chunks_take_the_same_number_of_further_operations() -> None:
+    """The number of dependent steps grows with the logarithm of the number of chunks."""
+    counts = []
+    for chunks in (64, 128, 256, 512):
+        states, log_a, _ = chunk_states(chunks)
+        operations = count_operations(lambda s=states, a=log_a: convolution.scan_chunks(s, a, 32, None))
+        counts.append(operations.total())
+    further = [after - before for before, after in pairwise(counts)]
+    assert further[0] == further[1] == further[2] <= 20
+
+
+@pytest.mark.parametrize("splits", [(), (1,), (70,), (32, 33, 128)])
+def test_pieces_of_many_chunks_equal_the_reference(splits: tuple[int, ...]) -> None:
+    """Outputs and gradients of a text read in pieces, each of which continues the state of the one before."""
+    length = 150
+    results = []
+    for in_pieces in (True, False):
+        kernel = s4d(2)
+        u = inputs(length)[:1].requires_grad_()
+        outputs = piecewise(kernel, u, splits) if in_pieces else reference.recurrence(kernel, u[0])[None, :, :, 0]
+        weights = torch.linspace(-1, 1, outputs.numel(), dtype=torch.double).reshape(outputs.shape)
+        (outputs * weights).sum().backward()
+        results.append([outputs, u.grad, *(parameter.grad for parameter in kernel.parameters())])
+    torch.testing.assert_close(*results, rtol=1e-8, atol=1e-8)
+
+
+def piecewise(kernel: S4DKernel, u: Tensor, splits: tuple[int, ...]) -> Tensor:
+    """Outputs (1, T, E, C) of one text that is read in pieces."""
+    state = None
+    outputs = []
+    for start, stop in pairwise([0, *splits, u.shape[1]]):
+        piece = u[:, start:stop]
+        outputs.append(kernel.outputs(piece, None if state is None else state[:, 0]))
+        state = kernel.final_state(piece, state, torch.tensor([stop - start]))
+    return torch.cat(outputs, dim=1)
+
+
 @given(windows=st.integers(1, 9), window=st.integers(1, 7), outputs=st.integers(1, 3))
 def test_window_end_outputs_equal_the_convolution(windows: int, window: int, outputs: int) -> None:
     u = inputs(windows * window)
@@ -131,6 +205,25 @@ def test_s4d_starts_as_published() -> None:
     assert float(log10_dt.mean()) == pytest.approx(-2, abs=0.1)
     assert float(kernel.c.detach().std()) == pytest.approx(math.sqrt(0.5), rel=0.05)
     assert float(kernel.d.detach().std()) == pytest.approx(1, rel=0.1)
+
+
+def test_dss_starts_with_the_eigenvalues_of_hippo() -> None:
+    """Those with positive imaginary parts of A + P P^T, for HiPPO-LegS A and P = sqrt(n + 1/2)."""
+    size = 8
+    normal = torch.zeros(size, size, dtype=torch.double)
+    for n in range(size):
+        for k in range(size):
+            hippo = -(n + 1) if n == k else 0
+            if n > k:
+                hippo = -math.sqrt((2 * n + 1) * (2 * k + 1))
+            normal[n, k] = hippo + math.sqrt((n + 0.5) * (k + 0.5))
+    values = torch.linalg.eigvals(normal)
+    torch.testing.assert_close(values.real, torch.full_like(values.real, -0.5))
+    kernel = S4DKernel(2, 1, 3, size, hippo=True).double()
+    kernel.reset_parameters()
+    expected = values.imag[values.imag > 0].sort().values
+    torch.testing.assert_close(kernel.frequency.detach(), expected.expand(3, 2, size // 2))
+    torch.testing.assert_close(kernel.log_decay.detach().exp(), torch.full((3, 2, size // 2), 0.5).double())
 
 
 def test_unstructured_kernels_have_the_energy_of_their_network() -> None:

@@ -29,8 +29,17 @@ RESET: dict[str, dict[str, Any]] = {
 }
 # BST:SH:S4 of the Long Range Arena: gated state-space layers on top of block-state layers.
 ON_TOP: dict[str, dict[str, Any]] = {"sh-s4d-on-top": {"mixer_layers": [0, 1], "state_space_layers": [2]}}
-VARIANTS = BASELINES | BLOCK_STATE | RESET | ON_TOP
-DEFAULT_VARIANTS = ("slide", "recurrent", "sh-delta-reset", "mf-unstructured", *ON_TOP)
+# Diagonal state spaces; heads that are wider together than the hidden size.
+DSS: dict[str, dict[str, Any]] = {
+    "mh-dss": {"context": "mh", "kernel": "dss", "head_dim": 12},
+    "mf-dss": {"context": "mf", "kernel": "dss", "head_dim": 12},
+}
+WIDE: dict[str, dict[str, Any]] = {
+    "recurrent-wide": BASELINES["recurrent"] | {"head_dim": 12},
+    "sh-delta-wide": BLOCK_STATE["sh-delta"] | {"head_dim": 12},
+}
+VARIANTS = BASELINES | BLOCK_STATE | RESET | ON_TOP | DSS | WIDE
+DEFAULT_VARIANTS = ("slide", "recurrent", "sh-delta-reset", "mf-unstructured", "mh-dss", *ON_TOP)
 """Each kind of layer once."""
 
 
@@ -41,7 +50,9 @@ def default_cases(variants: Iterable[str]) -> list[Any]:
 
 
 EXHAUSTIVE_VARIANTS = default_cases(VARIANTS)
-BIDIRECTIONAL = {name: VARIANTS[name] for name in VARIANTS if name not in ("memory", "recurrent")}
+BIDIRECTIONAL = {
+    name: settings for name, settings in VARIANTS.items() if settings.get("mixer") not in ("memory", "recurrent")
+}
 VOCABULARY = 50
 
 

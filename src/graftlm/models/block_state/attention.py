@@ -105,8 +105,8 @@ class WindowAttention(nn.Module):
         self.span = config.span
         self.bidirectional = config.bidirectional
         self.detach_past = config.mixer == "memory"
-        self.q = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.kv = nn.Linear(config.hidden_size, 2 * config.hidden_size, bias=False)
+        self.q = nn.Linear(config.hidden_size, config.attention_width, bias=False)
+        self.kv = nn.Linear(config.hidden_size, 2 * config.attention_width, bias=False)
         self.buffer = SlidingBuffer("tokens", config.span)
         self.bias = RelativePositionBias(config)
 

@@ -87,7 +87,7 @@ class TokenStateReadout(TokenStates):
 
     def __init__(self, config: BlockStateConfig) -> None:
         super().__init__(config, outputs=1)
-        self.value = nn.Linear(config.state_width, config.hidden_size, bias=False)
+        self.value = nn.Linear(config.state_width, config.attention_width, bias=False)
 
     def forward(
         self,
@@ -116,14 +116,13 @@ class TokenStateAttention(TokenStates):
         self.num_heads = config.num_attention_heads
         self.multi_head = multi_head
         self.bidirectional = config.bidirectional
-        width = config.hidden_size
         channels = config.state_width
-        self.q = nn.Linear(width, width, bias=False)
+        self.q = nn.Linear(config.hidden_size, config.attention_width, bias=False)
         if self.multi_head:
-            weight = torch.empty(self.num_heads, channels, 2 * width // self.num_heads)
+            weight = torch.empty(self.num_heads, channels, 2 * config.head_dim)
             self.kv_per_head = nn.Parameter(weight)
         else:
-            self.kv = nn.Linear(channels, 2 * width, bias=False)
+            self.kv = nn.Linear(channels, 2 * config.attention_width, bias=False)
         self.buffer = SlidingBuffer("contexts", config.window)
 
     def forward(
@@ -272,8 +271,8 @@ class RecurrentStateAttention(nn.Module):
         self.norm = RMSNorm(width, config)
         self.cross_attention = StateCrossAttention(config)
         # Queries of the states to themselves, then to the tokens.
-        self.q = nn.Linear(width, 2 * width, bias=False)
-        self.out = nn.Linear(2 * width, width, bias=False)
+        self.q = nn.Linear(width, 2 * config.attention_width, bias=False)
+        self.out = nn.Linear(2 * config.attention_width, width, bias=False)
         self.gate = nn.Parameter(torch.empty(width))
 
     def forward(
@@ -329,8 +328,8 @@ class StateCrossAttention(nn.Module):
         super().__init__()
         self.num_heads = config.num_attention_heads
         self.window = config.window
-        self.q = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.kv = nn.Linear(config.hidden_size, 2 * config.hidden_size, bias=False)
+        self.q = nn.Linear(config.hidden_size, config.attention_width, bias=False)
+        self.kv = nn.Linear(config.hidden_size, 2 * config.attention_width, bias=False)
 
     def forward(self, x_BTd: Tensor, states_BISd: Tensor, grid: Grid) -> ChunkedTensor:
         """Attend to the states of each window.

@@ -3,7 +3,7 @@
     y_t = sum over j = 0..t of K_j u_{t-j}                x_t = a x_{t-1} + u_t
 
 Shape suffixes: B rows, T tokens, E channels, C outputs of each channel, P conjugate pairs of a state, n chunks of a
-row, c tokens of a chunk, N = B n chunks of all rows, M parallel systems, f frequencies.
+row, c tokens of a chunk, N = B n chunks of all rows, M parallel systems, Q = M P pairs of all systems, f frequencies.
 """
 
 from __future__ import annotations
@@ -107,55 +107,70 @@ def chunks_channels_first(u_BTE: Tensor, chunk: int) -> Tensor:
         u_BTE: inputs (B, T, E), with T a multiple of `chunk`.
         chunk: number of tokens c in a chunk.
     """
-    channels = u_BTE.shape[-1]
-    chunks_NcE = u_BTE.reshape(-1, chunk, channels)
-    return chunks_NcE.permute(2, 0, 1).contiguous()
+    # A matrix is transposed several times as fast as a tensor of three dimensions.
+    u_ET = u_BTE.flatten(0, 1).T.contiguous()
+    return u_ET.unflatten(1, (-1, chunk))
 
 
-def states_within_chunks(u_ENc: Tensor, powers_MEPc: Tensor) -> Tensor:
+def states_within_chunks(u_ENc: Tensor, powers_EQc: Tensor) -> Tensor:
     """Compute the state after each chunk from a zero state before it, sum over j of a^(c-1-j) u_j.
 
     Args:
         u_ENc: inputs (E, N, c) of all chunks.
-        powers_MEPc: complex powers (M, E, P, c) of a, from 0 to c - 1.
+        powers_EQc: complex powers (E, Q, c) of a, from 0 to c - 1.
 
     Returns:
-        Complex states (N, M, E, P).
+        Complex states (E, N, Q).
     """
-    weights_MEPc2 = torch.view_as_real(powers_MEPc.flip(-1))
-    weights_EcMP2 = weights_MEPc2.permute(1, 3, 0, 2, 4)
-    states = torch.bmm(u_ENc, weights_EcMP2.flatten(2))
-    states_ENMP2 = states.unflatten(-1, weights_EcMP2.shape[2:])
-    states_ENMP = torch.view_as_complex(states_ENMP2)
-    return states_ENMP.permute(1, 2, 0, 3)
+    weights_EQc2 = torch.view_as_real(powers_EQc.flip(-1))
+    weights_EcQ2 = weights_EQc2.transpose(1, 2)
+    states = torch.bmm(u_ENc, weights_EcQ2.flatten(2))
+    return torch.view_as_complex(states.unflatten(-1, (-1, 2)))
 
 
 def scan_chunks(
-    states_BnMEP: Tensor,
-    log_a_MEP: Tensor,
+    states_EBnQ: Tensor,
+    log_a_EQ: Tensor,
     length: int,
-    initial_BMEP: Tensor | None,
+    initial_EBQ: Tensor | None,
 ) -> Tensor:
-    """Connect the states of consecutive chunks.
+    """Connect the states of consecutive chunks by a parallel scan, in 2 log2(n) dependent steps and O(n) products.
+
+    Two chunks of which the first leaves the state x and the second y are one chunk of twice the length, which leaves
+    a^length x + y. The states before such pairs are known from half as many chunks; they are the states before the
+    first chunks, and one more step gives those before the second ones (Blelloch, 1990).
 
     Args:
-        states_BnMEP: complex states (B, n, M, E, P) after each chunk from zero, as in `states_within_chunks`.
-        log_a_MEP: complex logarithms (M, E, P) of a.
+        states_EBnQ: complex states (E, B, n, Q) after each chunk from zero.
+        log_a_EQ: complex logarithms (E, Q) of a.
         length: number of tokens in a chunk.
-        initial_BMEP: complex state (B, M, E, P) before the first chunk; None for zero.
+        initial_EBQ: complex state (E, B, Q) before the first chunk; None for zero.
 
     Returns:
-        Complex states (B, n + 1, M, E, P): the initial state, then the state after each chunk.
+        Complex states (E, B, n, Q) before each chunk; the last entry of `states_EBnQ` has no influence.
     """
-    factor = torch.exp(log_a_MEP * length)
-    state = initial_BMEP
-    if state is None:
-        state = torch.zeros_like(states_BnMEP[:, 0])
-    states = [state]
-    for within_chunk in states_BnMEP.unbind(1):
-        state = factor * state + within_chunk
-        states.append(state)
-    return torch.stack(states, dim=1)
+    chunks = states_EBnQ.shape[2]
+    initial = initial_EBQ
+    if initial is None:
+        initial = torch.zeros_like(states_EBnQ[:, :, 0])
+    if chunks == 1:
+        return initial[:, :, None]
+    padded = states_EBnQ
+    if chunks % 2 == 1:
+        padded = nn.functional.pad(states_EBnQ, (0, 0, 0, 1))
+    first = padded[:, :, 0::2]
+    second = padded[:, :, 1::2]
+    factor = torch.exp(log_a_EQ * length)[:, None, None]
+    pairs = torch.addcmul(second, factor, first)
+    before_first = scan_chunks(
+        pairs,
+        log_a_EQ=log_a_EQ,
+        length=2 * length,
+        initial_EBQ=initial,
+    )
+    before_second = torch.addcmul(first, factor, before_first)
+    before = torch.stack([before_first, before_second], dim=3)
+    return before.flatten(2, 3)[:, :, :chunks]
 
 
 def states_after_chunks(u_BTE: Tensor, log_a_MEP: Tensor, chunk: int) -> Tensor:
@@ -170,16 +185,21 @@ def states_after_chunks(u_BTE: Tensor, log_a_MEP: Tensor, chunk: int) -> Tensor:
         Complex states (B, n + 1, M, E, P): zero, then the state after each chunk.
     """
     rows = len(u_BTE)
+    systems, _, pairs = log_a_MEP.shape
+    log_a_EQ = log_a_MEP.transpose(0, 1).flatten(1)
     u_ENc = chunks_channels_first(u_BTE, chunk)
-    powers_MEPc = powers(log_a_MEP, chunk)
-    states_NMEP = states_within_chunks(u_ENc, powers_MEPc)
-    states_BnMEP = states_NMEP.unflatten(0, (rows, -1))
-    return scan_chunks(
-        states_BnMEP,
-        log_a_MEP=log_a_MEP,
+    states_ENQ = states_within_chunks(u_ENc, powers(log_a_EQ, chunk))
+    states_EBnQ = states_ENQ.unflatten(1, (rows, -1))
+    # The state after the last chunk is the state before a further one.
+    extended = nn.functional.pad(states_EBnQ, (0, 0, 0, 1))
+    before_EBnQ = scan_chunks(
+        extended,
+        log_a_EQ=log_a_EQ,
         length=chunk,
-        initial_BMEP=None,
+        initial_EBQ=None,
     )
+    before_EBnMP = before_EBnQ.unflatten(-1, (systems, pairs))
+    return before_EBnMP.permute(1, 2, 3, 0, 4)
 
 
 def chunked_convolution(
@@ -190,7 +210,7 @@ def chunked_convolution(
     initial_BEP: Tensor | None,
     chunk: int,
 ) -> Tensor:
-    """Compute the outputs of one diagonal system at every token, chunk by chunk, in O(T).
+    """Compute the outputs of one diagonal system at every token, in parallel chunks, in O(T).
 
     Within a chunk, the sum is a product with each channel's Toeplitz matrix M. Chunks are connected by a state x:
 
@@ -213,30 +233,26 @@ def chunked_convolution(
     outputs = c_CEP.shape[0]
     powers_EPc = powers(log_a_EP, chunk + 1)
     padding = -length % chunk
-    padded = nn.functional.pad(u_BTE, (0, 0, 0, padding))
+    padded = u_BTE
+    if padding:
+        padded = nn.functional.pad(u_BTE, (0, 0, 0, padding))
     u_ENc = chunks_channels_first(padded, chunk)
-    within_chunks = states_within_chunks(u_ENc, powers_EPc[None, ..., :-1])
-    within_chunks = within_chunks[:, 0].unflatten(0, (rows, -1))
-    states_BnEP = scan_chunks(
-        within_chunks,
-        log_a_MEP=log_a_EP,
+    within_ENP = states_within_chunks(u_ENc, powers_EPc[..., :-1])
+    initial_EBP = None if initial_BEP is None else initial_BEP.transpose(0, 1)
+    before_EBnP = scan_chunks(
+        within_ENP.unflatten(1, (rows, -1)),
+        log_a_EQ=log_a_EP,
         length=chunk,
-        initial_BMEP=initial_BEP,
+        initial_EBQ=initial_EBP,
     )
-    states_ENs = _real_parts(states_BnEP[:, :-1])
+    before_EBnP2 = torch.view_as_real(before_EBnP)
+    states_ENs = before_EBnP2.flatten(1, 2).flatten(-2)
     toeplitz = _toeplitz(c_CEP, d_CE, powers_EPc[..., :-1])
     state_weights = _state_weights(c_CEP, powers_EPc[..., 1:])
     y = torch.bmm(u_ENc, toeplitz).baddbmm_(states_ENs, state_weights)
     y_NcCE = y.flatten(1).T.contiguous()
     y_BTCE = y_NcCE.unflatten(0, (rows, -1, outputs))
     return y_BTCE.transpose(-1, -2)[:, :length]
-
-
-def _real_parts(states_BnEP: Tensor) -> Tensor:
-    """Return the real and imaginary parts of complex states as (E, N, 2 P)."""
-    states_EBnP = states_BnEP.permute(2, 0, 1, 3).contiguous()
-    states_EBnP2 = torch.view_as_real(states_EBnP)
-    return states_EBnP2.flatten(1, 2).flatten(-2)
 
 
 def _state_weights(c_CEP: Tensor, powers_EPc: Tensor) -> Tensor:

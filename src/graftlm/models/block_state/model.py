@@ -60,7 +60,7 @@ class BlockStateMixer(nn.Module):
         self.attention = WindowAttention(config)
         self.context = _context_module(config) if config.has_context(layer) else None
         parts = 1 if self.context is None else 2
-        self.out = nn.Linear(parts * config.hidden_size, config.hidden_size, bias=False)
+        self.out = nn.Linear(parts * config.attention_width, config.hidden_size, bias=False)
 
     def forward(self, x_BTd: Tensor, grid: Grid, cache: LayerCache | None) -> Tensor:
         """Mix the tokens of a pass.
@@ -213,6 +213,21 @@ class BlockStatePreTrainedModel(PreTrainedModel):
     def parameters_without_decay(self) -> set[str]:
         """Return the names of the parameters of S4D and unstructured kernels, which weight decay would harm."""
         return {name for name, _ in self.named_parameters() if ".kernels." in name}
+
+    def learning_rate_scales(self) -> dict[str, float]:
+        """Return factors on the learning rate of the parameters of structured kernels, by name."""
+        rates = {
+            "log_decay": self.config.a_rate,
+            "frequency": self.config.a_rate,
+            "c": self.config.c_rate,
+            "log_dt": self.config.dt_rate,
+        }
+        scales: dict[str, float] = {}
+        for prefix, module in self.named_modules():
+            if isinstance(module, S4DKernel):
+                for name, rate in rates.items():
+                    scales[f"{prefix}.{name}"] = rate
+        return scales
 
     def check_lengths(self, trained: int, longest: int) -> None:
         """Check that training rows span several windows, and that the longest texts can be read.

@@ -6,6 +6,7 @@ w slots of a window, P pairs of states.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -247,7 +248,14 @@ def _kernels(config: BlockStateConfig, outputs: int, systems: int) -> S4DKernel 
     """Build the systems of a config's kernel."""
     # The positional model of a config with kernel: delta is structured.
     if config.kernel != "unstructured":
-        return S4DKernel(config.state_width, outputs, systems, config.state_size)
+        return S4DKernel(
+            config.state_width,
+            outputs=outputs,
+            systems=systems,
+            state_size=config.state_size,
+            log_dt_range=(math.log(config.dt_min), math.log(config.dt_max)),
+            hippo=config.kernel == "dss",
+        )
     return UnstructuredKernel(
         config.state_width,
         outputs=outputs * systems,

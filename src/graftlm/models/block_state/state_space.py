@@ -2,9 +2,9 @@
 
     x_t = a x_{t-1} + b u_t        y_t = 2 Re(c x_t) + d u_t        a = exp(dt A), b = (a - 1) / A          (eq. 5.1)
 
-Each channel has N / 2 conjugate pairs of states. Initially A = -1/2 + i pi n, and dt is log-uniform in [0.001, 0.1];
-the discretization is a zero-order hold. Unrolled, y = K * u with K_t = 2 Re(sum over n of c b a^t) (eq. 5.3).
-Unstructured kernels (eq. 5.4) are
+Each channel has N / 2 conjugate pairs of states. Initially A = -1/2 + i pi n (S4D-Lin), or A has the eigenvalues of the
+normal part of HiPPO-LegS (DSS), and dt is log-uniform in a range. The discretization is a zero-order hold. Unrolled,
+y = K * u with K_t = 2 Re(sum over n of c b a^t) (eq. 5.3). Unstructured kernels (eq. 5.4) are
 
     K_t = exp(-alpha t / L) FFN(positional encoding of t / L)        L the length of training
 
@@ -33,13 +33,15 @@ _SLOWEST_DECAY = 0.5
 
 
 class S4DKernel(nn.Module):
-    """Structured kernels (S4D): M systems for each of E channels.
+    """Structured kernels (S4D, or DSS by their first frequencies): M systems for each of E channels.
 
     Args:
         channels: number of channels E.
         outputs: number of outputs C of each system.
         systems: number of parallel systems M.
         state_size: real numbers N in a system's state, which are N / 2 conjugate pairs.
+        log_dt_range: logarithms of the smallest and the largest initial step size dt.
+        hippo: whether frequencies are initially those of HiPPO-LegS, instead of multiples of pi.
     """
 
     def __init__(
@@ -48,9 +50,13 @@ class S4DKernel(nn.Module):
         outputs: int,
         systems: int,
         state_size: int,
+        log_dt_range: tuple[float, float] = (math.log(1e-3), math.log(1e-1)),
+        hippo: bool = False,
     ) -> None:
         super().__init__()
         self.shape = (systems, channels, state_size // 2)
+        self.log_dt_range = log_dt_range
+        self.hippo = hippo
         self.log_dt = _zeros(systems, channels)
         self.log_decay = _zeros(*self.shape)
         self.frequency = _zeros(*self.shape)
@@ -60,9 +66,12 @@ class S4DKernel(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize all parameters."""
-        self.log_dt.uniform_(math.log(1e-3), math.log(1e-1))
+        self.log_dt.uniform_(*self.log_dt_range)
         self.log_decay.fill_(math.log(0.5))
-        self.frequency.copy_(math.pi * torch.arange(self.shape[-1]).expand(self.shape))
+        frequencies = math.pi * torch.arange(self.shape[-1])
+        if self.hippo:
+            frequencies = hippo_frequencies(self.shape[-1])
+        self.frequency.copy_(frequencies.expand(self.shape))
         self.c.normal_(std=math.sqrt(0.5))
         self.d.normal_()
 
@@ -212,6 +221,22 @@ class UnstructuredKernel(nn.Module):
         bias = at_least_float32(self.inner.bias)
         inner = torch.sin(features @ weight.T + bias)
         return inner @ at_least_float32(self.outer.weight).T
+
+
+def hippo_frequencies(pairs: int) -> Tensor:
+    """Compute the positive frequencies (P) of the normal part of HiPPO-LegS, in increasing order.
+
+    The normal part has -1/2 on its diagonal, and +-sqrt((2n + 1) (2k + 1)) / 2 above and below (Gupta, Gu and Berant,
+    2022; Gu et al., 2022).
+
+    Args:
+        pairs: number of conjugate pairs P, half of the size of the matrix.
+    """
+    root = torch.sqrt(2 * torch.arange(2 * pairs, dtype=torch.double) + 1)
+    products = torch.outer(root, root) / 2
+    skew = products.triu(1) - products.tril(-1)
+    # The eigenvalues of a skew-symmetric S are imaginary, those of the Hermitian iS real.
+    return torch.linalg.eigvalsh(1j * skew)[pairs:]
 
 
 def _zeros(*shape: int) -> nn.Parameter:
