@@ -20,7 +20,7 @@ from turns import interval, seconds
 
 from graftlm.backbone import compiled_decoding
 from graftlm.data.own_text_sampling import sample_own_text
-from graftlm.data.sources import SelfSourceConfig
+from graftlm.data.source_config import SelfSourceConfig
 from graftlm.evaluation import Metric, Row
 
 CLIENTS = (1, 8, 32, 64)

@@ -14,7 +14,7 @@ from turns import AT_LEAST, Clock, command, interval, made_aim, rounds, seconds
 
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.data.own_text_sampling import OwnTextSampler
-from graftlm.data.sources import SelfSourceConfig
+from graftlm.data.source_config import SelfSourceConfig
 from graftlm.evaluation import Results, Row
 from graftlm.testing.tiny import tiny_model, tiny_tokenizer
 

@@ -17,7 +17,7 @@ from graftlm.backbone import Backbone, answer_end_ids, read_stops, turn_end_ids
 from graftlm.data.chats import chat_tokens
 from graftlm.data.conversations import read_chat
 from graftlm.data.own_text_sampling import OwnTextSampler
-from graftlm.data.sources import SelfSourceConfig
+from graftlm.data.source_config import SelfSourceConfig
 from graftlm.errors import DataError
 from graftlm.evaluation.chat_answers import answer_questions, template_questions
 from graftlm.evaluation.examples import generate_answers

@@ -11,6 +11,7 @@ import pytest
 
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.data import SourceConfig, build_documents
+from graftlm.data.config import DataConfig, RewriteConfig
 from graftlm.data.marked_ids import is_prompt, unmark
 from graftlm.data.own_answers import (
     LONG_PROMPT,
@@ -24,7 +25,8 @@ from graftlm.data.own_answers import (
     sample_answers,
 )
 from graftlm.data.own_text import marked_ids, read_own_text
-from graftlm.data.sources import DataConfig, Document, RewriteConfig, SelfSourceConfig
+from graftlm.data.source_config import SelfSourceConfig
+from graftlm.data.sources import Document
 from graftlm.data.token_sampler import TokenSampler
 from graftlm.errors import DataError, RecipeError
 

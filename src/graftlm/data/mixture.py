@@ -14,17 +14,11 @@ import numpy as np
 from graftlm.backbone import padding_id
 from graftlm.data.blocks import TokenBlocks, pack
 from graftlm.data.boundaries import Boundaries, check_rows, split_rows
+from graftlm.data.config import DataConfig, check_domains
 from graftlm.data.interleaving import InterleavedBlocks, InterleavedStreams
 from graftlm.data.rows import DOMAIN_NAMES, NEW, NO_SET, OLD, Batch, collate
-from graftlm.data.sources import (
-    DataConfig,
-    Document,
-    OldSource,
-    SelfSourceConfig,
-    SourceConfig,
-    check_domains,
-    read_documents,
-)
+from graftlm.data.source_config import OldSource, SelfSourceConfig, SourceConfig
+from graftlm.data.sources import Document, read_documents
 from graftlm.data.streams import RowPacker, StreamingBlocks
 from graftlm.errors import DataError
 

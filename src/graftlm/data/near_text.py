@@ -25,7 +25,8 @@ from graftlm.backbone import Backbone, answer_end_ids, continuation_ids, end_ids
 from graftlm.data.new_names import Name, NewNames, normalized, questions_of
 from graftlm.data.own_text import OwnText, first_samples
 from graftlm.data.own_text_sampling import ChatParts, check_backbone, free_starts, sample_batches, split_template
-from graftlm.data.sources import Document, SelfSourceConfig
+from graftlm.data.source_config import SelfSourceConfig
+from graftlm.data.sources import Document
 from graftlm.data.token_sampler import TokenSampler
 from graftlm.errors import DataError
 

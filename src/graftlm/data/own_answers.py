@@ -19,12 +19,14 @@ import numpy as np
 from graftlm.backbone import Backbone, answer_end_ids, end_ids, max_sequence_length
 from graftlm.backbone.chat_templates import Message, render_messages
 from graftlm.data.chats import chat_tokens
+from graftlm.data.config import RewriteConfig
 from graftlm.data.conversations import ChatExample
 from graftlm.data.near_text import loops
 from graftlm.data.new_names import NewNames, normalized, words_of
 from graftlm.data.own_text import OwnText, first_samples
 from graftlm.data.own_text_sampling import check_backbone, document_start, sample_batches
-from graftlm.data.sources import Document, RewriteConfig, SelfSourceConfig
+from graftlm.data.source_config import SelfSourceConfig
+from graftlm.data.sources import Document
 from graftlm.data.token_sampler import TokenSampler
 from graftlm.errors import DataError, first_line
 

@@ -17,7 +17,7 @@ from rich.progress import MofNCompleteColumn
 from graftlm.backbone import Backbone, answer_end_ids, end_ids, leading_bos, max_sequence_length
 from graftlm.backbone.chat_templates import render_messages
 from graftlm.data.own_text import OwnText, batch_line, first_samples, key_line, read_complete_batches
-from graftlm.data.sources import SelfSourceConfig
+from graftlm.data.source_config import SelfSourceConfig
 from graftlm.data.token_sampler import TokenSampler
 from graftlm.errors import DataError, first_line, shorten
 from graftlm.files.writing import write_errors

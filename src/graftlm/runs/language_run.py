@@ -16,7 +16,8 @@ from graftlm.backbone.backbone import move
 from graftlm.config import Config
 from graftlm.data import DataConfig, Document, Mixture, SourceConfig, TokenBlocks, build_mixture
 from graftlm.data.mixture import build_blocks
-from graftlm.data.sources import first_texts, used_sources
+from graftlm.data.source_config import used_sources
+from graftlm.data.sources import first_texts
 from graftlm.evaluation import Interval, Metric, Results, Row, Scores, score
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.evaluator import load_tests

@@ -10,9 +10,10 @@ from typing import Self
 
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import SourceConfig, build_documents
+from graftlm.data.config import RewriteConfig
 from graftlm.data.conversations import ChatExample
 from graftlm.data.own_answers import REWRITE_REASONS, rewrite_answers, rewritten
-from graftlm.data.sources import Document, RewriteConfig
+from graftlm.data.sources import Document
 from graftlm.evaluation import Metric, Row
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.digests import digest
