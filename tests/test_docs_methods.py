@@ -13,6 +13,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from graftlm.grafts import graft_class
+from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.pipelines.clarify.templates import Exemplar, Template
 from graftlm.pipelines.summarize import SelectorTrainingConfig
 from graftlm.pipelines.summarize.prompt_layout import PromptLayout
@@ -28,6 +29,8 @@ CONFIGS: dict[str, list[type[BaseModel]]] = {
     "block-state": [LanguageModelRecipe],
 }
 """Configs of the pages that describe no kind of graft."""
+MODEL_CONFIGS = {"block-state": BlockStateConfig}
+"""Configs of architectures, whose keys are annotated attributes."""
 WITHOUT_TABLE = {"baselines"}  # methods of others, mostly as PEFT implements them
 
 
@@ -68,6 +71,8 @@ def test_every_key_exists_and_takes_the_value(page: str, key: str) -> None:
     path, _, value = key.partition(": ")
     if path.startswith("--"):
         assert path in options_of(page)
+        return
+    if page in MODEL_CONFIGS and path in MODEL_CONFIGS[page].__annotations__:
         return
     roots = CONFIGS[page] if page in CONFIGS else [graft_class(page).Config]
     keys = path.split(".")

@@ -24,8 +24,8 @@ def draw_figure(path: Path) -> None:
     results = load_results(ROOT / "experiments" / "facts")
     style = {"svg.hashsalt": "graftlm", "svg.fonttype": "none", "font.size": 9}
     with plt.rc_context(style):
-        figure, axes = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
         rows = [row for row in results["rows"] if row["id"] not in LEFT_OUT]
+        figure, axes = plt.subplots(figsize=(6.4, 3 + 0.2 * len(rows)), layout="constrained")
         for number, row in enumerate(rows):
             kept = row["metrics"]["locality_near"]
             learned = row["metrics"]["generalization"]
@@ -44,7 +44,7 @@ def draw_figure(path: Path) -> None:
         axes.set_xlim(-0.03, 1.03)
         axes.set_ylim(-0.03, 1.03)
         axes.grid(alpha=0.3)
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+        figure.legend(loc="outside lower left", frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None})
         plt.close(figure)

@@ -74,7 +74,7 @@ def plots_of(rows: Sequence[Row]) -> dict[str, Figure]:
     shown = [row for row in rows if {"generalization", "locality_near"} <= row.metrics.keys()]
     if not shown:
         return {}
-    figure = Figure(figsize=(7, 5), layout="constrained")
+    figure = Figure(figsize=(7, 4 + 0.25 * len(shown)), layout="constrained")
     axes = figure.subplots()
     for number, row in enumerate(shown):
         kept = row.metrics["locality_near"]
@@ -92,7 +92,7 @@ def plots_of(rows: Sequence[Row]) -> dict[str, Figure]:
     axes.set_xlabel("near answers kept")
     axes.set_ylabel("facts right in unseen phrasings")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False)
+    figure.legend(loc="outside lower left", frameon=False)
     return {"generalization-against-locality": figure}
 
 
