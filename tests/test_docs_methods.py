@@ -96,7 +96,7 @@ def options_of(verb: str) -> set[str]:
 
 
 def fields_at(models: Sequence[type[BaseModel]], path: Sequence[str]) -> Iterator[FieldInfo]:
-    """The fields that a path of keys leads to; a mapping of configs is passed without a key of its own."""
+    """Yield the fields that a path of keys leads to. The path leaves out the keys of a mapping of configs."""
     first, *rest = path
     for model in models:
         field = model.model_fields.get(first)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import Options
+from experiments.languages.retention import retention
 from experiments.languages.texts import NEWS, treebank_sentences, write_continuations
 from experiments.protocol import RateSearch, search_rate
 from experiments.study import Study, metric, over_seeds
@@ -34,7 +35,7 @@ STEPS = 60
 ROWS_PER_STEP = 4
 LENGTH = 256
 HELD_OUT = 400
-"""Number of sentences at the end of the treebank that only the search reads."""
+"""Number of sentences at the end of the treebank that are not trained on: a half for strengths, a half for rates."""
 
 ROWS: dict[str, dict[str, Any]] = {
     "neutral": {"label": "neutral residues", "graft": NEUTRAL},
@@ -65,10 +66,20 @@ class RivalsStudy(Study):
         super().__init__(options)
         sentences = list(treebank_sentences(options.data / TREEBANK))
         news = (options.data / NEWS["da"]).read_text(encoding="utf-8").splitlines()
+        if options.quick:
+            sentences = sentences[: HELD_OUT + 40]
         folder = options.out / "texts"
+        half = HELD_OUT // 2
         self._new = write_continuations(sentences[:-HELD_OUT], folder / "new.jsonl")
-        self._valid = write_continuations(sentences[-HELD_OUT:], folder / "valid.jsonl")
+        self._strength = write_continuations(sentences[-HELD_OUT:-half], folder / "strength.jsonl")
+        self._valid = write_continuations(sentences[-half:], folder / "valid.jsonl")
         self._test = write_continuations(news, folder / "test.jsonl")
+        wikitext = (options.data / WIKITEXT / "valid.txt").read_text(encoding="utf-8")
+        middle = len(wikitext) // 2
+        self._old_strength = folder / "old-strength.txt"
+        self._old_strength.write_text(wikitext[:middle], encoding="utf-8")
+        self._old_valid = folder / "old-valid.txt"
+        self._old_valid.write_text(wikitext[middle:], encoding="utf-8")
         self.searches: dict[str, RateSearch] = {}
 
     def run(self, name: str, rate: float, seed: int, *, searched: bool) -> GraftRun:
@@ -126,7 +137,7 @@ class RivalsStudy(Study):
         )
         (run,) = recipe.comparison()
         rank = run.graft.model_dump()["rank"]
-        english = {"path": str(self.options.data / WIKITEXT / "valid.txt"), "limit_characters": 40_000}
+        english = {"path": str(self._old_strength), "limit_characters": 40_000}
         return {
             "kind": "token-routing",
             "experts": {
@@ -150,7 +161,7 @@ class RivalsStudy(Study):
 
     def _data(self, seed: int, *, searched: bool) -> dict[str, Any]:
         new = self._valid if searched else self._test
-        old = self.options.data / WIKITEXT / ("valid.txt" if searched else "test.txt")
+        old = self._old_valid if searched else self.options.data / WIKITEXT / "test.txt"
         return {
             "new": [_conversations(self._new)],
             "old": [{"self": True, "tokens": 300 if self.options.quick else 12_000}],
@@ -174,19 +185,11 @@ class RivalsStudy(Study):
             "batch_size": 8,
         }
         if name == SCALED:
-            old = {"path": str(self.options.data / WIKITEXT / "valid.txt"), "limit_characters": 20_000}
-            values["strength"] = {"old": [old], "new": [_conversations(self._valid)]}
+            old = {"path": str(self._old_strength), "limit_characters": 20_000}
+            values["strength"] = {"old": [old], "new": [_conversations(self._strength)]}
         if not searched:
-            values |= self._retention()
+            values |= retention(self.options)
         return values
-
-    def _retention(self) -> dict[str, Any]:
-        """Return the keys that measure what is retained; a quick run has two questions of NQ-open."""
-        folder = self.options.data / "eval"
-        if not self.options.quick:
-            return {"preset": "retention", "eval_data": str(folder)}
-        task = {"task": "nq_open", "data": str(folder / "nq_open"), "shots": 0, "limit": 2, "max_tokens": 2}
-        return {"harness": [task]}
 
     def search(self, name: str) -> RateSearch:
         """Search the rate of a row with seed 0, by the sum of both losses on the texts of the search."""

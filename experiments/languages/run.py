@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import Options
+from experiments.languages.retention import retention
 from experiments.languages.rivals import RIVALS, run_rivals
 from experiments.languages.texts import FILES, write_texts
 from experiments.study import Study, aim, check_files, over_seeds
@@ -74,18 +75,10 @@ class LanguagesStudy(Study):
                     "own_tokens": 200 if quick else 2048,
                     "decode_prompts": 0,
                     "batch_size": 8,
-                    **self._retention(),
+                    **retention(self.options),
                 },
             }
         )
-
-    def _retention(self) -> dict[str, Any]:
-        """Return the keys that measure what is retained; a quick run has two questions of NQ-open."""
-        folder = self.options.data / "eval"
-        if not self.options.quick:
-            return {"preset": "retention", "eval_data": str(folder)}
-        task = {"task": "nq_open", "data": str(folder / "nq_open"), "shots": 0, "limit": 2, "max_tokens": 2}
-        return {"harness": [task]}
 
     def _data(self, seed: int) -> dict[str, Any]:
         quick = self.options.quick

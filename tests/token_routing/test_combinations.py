@@ -90,7 +90,7 @@ def test_they_agree_where_one_expert_has_all_the_weight() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_they_agree_where_no_expert_writes_what_another_reads(seed: int) -> None:
-    """Each expert has a rank of its own, so that B_i A_j is zero for different experts."""
+    """The experts write to and read from different directions, so B_i A_j is zero if i is not j."""
     x, weights, experts = drawn(seed, RANK)
     apart = []
     for number, expert in enumerate(experts):

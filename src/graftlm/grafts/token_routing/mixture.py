@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -171,7 +172,7 @@ class RouteWeights:
         return own_BTR.to(like.dtype)
 
 
-class Projection(nn.Module):
+class Projection(nn.Module, ABC):
     """The experts that change one module.
 
     Args:
@@ -197,17 +198,17 @@ class Projection(nn.Module):
         self.columns: Tensor
         self.register_buffer("columns", numbers.to(device), persistent=False)
 
+    @abstractmethod
     def factors(self, expert: int) -> Factors:
         """Return the factors of one expert.
 
         Args:
             expert: number of the expert, which must change this module.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _active_stack(self, routes: RouteWeights) -> StackedFactors | None:
         """Return the factors of the active experts; None if none of them changes this module."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def low_rank_update(self, weights: Sequence[float]) -> LowRankUpdate | None:
