@@ -136,6 +136,7 @@ class RivalsStudy(Study):
             }
         )
         (run,) = recipe.comparison()
+        assert run.graft is not None
         rank = run.graft.model_dump()["rank"]
         english = {"path": str(self._old_strength), "limit_characters": 40_000}
         return {

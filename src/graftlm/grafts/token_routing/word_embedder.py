@@ -153,13 +153,17 @@ class WordEmbedder:
                 f"Examples without a rare word open the expert by their names, of which there are {len(names):,}: "
                 f"{shown}."
             )
-        written = {_singular(word.casefold()) for text in texts for word in _WORD.findall(text) if word.islower()}
+        written: dict[str, str] = {}
+        for text in texts:
+            for word in _WORD.findall(text):
+                if word.islower():
+                    written.setdefault(_singular(word.casefold()), word)
         rare = self.rare_words(" ".join(texts))
-        everyday = [word for word in rare if word.isalpha() and word in written]
+        everyday = [written[word] for word in rare if word.isalpha() and word in written]
         if everyday:
             notes.append(
-                f"The number of words that open the expert is {len(rare):,}, and {len(everyday):,} of them are written "
-                f"in lower case, so that everyday questions may have them: {', '.join(everyday[:_SHOWN_WORDS])}."
+                f"Rare words that open the expert: {len(rare):,}. Everyday questions may have those that the examples "
+                f"write in lower case ({len(everyday):,}): {', '.join(everyday[:_SHOWN_WORDS])}."
             )
         return notes
 
