@@ -38,7 +38,7 @@ from graftlm.grafts import graft_config
 from graftlm.runs.graft_run import GraftRun
 
 NAME = "neutral-residues"
-TABLES = ("factorial", "frontier", "replay", "capacity")
+TABLES = ("factorial", "frontier", "replay", "capacity", "sigmoid", "alphas", "rates")
 SHAKESPEARE = "lm_text/tinyshakespeare/input.txt"
 BIBLE = "parallel/bible/BSB.txt"
 WIKITEXT = "lm_text/wikitext2_valid_test/valid.txt"
@@ -61,6 +61,8 @@ RATE_SETTINGS = _rates(3e-4, 1e-3, 2e-3, 3e-3, 5e-3, 1e-2)
 LOW_RATE_SETTINGS = _rates(1e-4, 2e-4, 3e-4, 5e-4, 1e-3, 3e-3)
 FRONTIER = tuple({"learning_rate": 3e-3, "alpha": alpha} for alpha in (1.0, 10.0, 100.0))
 SHARES = (0.0, 0.01, 0.02, 0.05, 0.2)
+ALPHAS = (0.0, 0.01, 0.1, 1.0, 10.0, 100.0)
+"""The weights of the local loss in Table 6 of the paper."""
 CAPACITIES = (0.05, 0.1, 0.4)
 GATES = {
     "none": {"gate": "none"},
@@ -133,6 +135,22 @@ METHODS = {
     "lora": FactorialRow("LoRA on the FFN", {"kind": "lora"}, RATE_SETTINGS),
     **factorial(),
 }
+SIGMOID = {
+    "sigmoid-cross-entropy-low": FactorialRow(
+        "sigmoid gate, cross-entropy, low variance",
+        {"kind": NAME, "gate": "sigmoid", "gate_init": "random", "local_loss": "cross-entropy", "init": "low-variance"},
+        LOSS_SETTINGS,
+    ),
+    "sigmoid-low": FactorialRow(
+        "sigmoid gate, no local loss, low variance",
+        {"kind": NAME, "gate": "sigmoid", "gate_init": "random", "local_loss": "none", "init": "low-variance"},
+        RATE_SETTINGS,
+    ),
+}
+"""Lines 2 and 3 of Table 4; its other lines are rows of the factorial."""
+ALL_METHODS = {**METHODS, **SIGMOID}
+BY_RATE = ("finetune", "lora", "adapter", PUBLISHED)
+"""Rows of Table 7: each at all rates of its search."""
 # Pairs of rows that measure the effect of a factor: a row with the factor, and the row that differs only in lacking it.
 FACTORS = {
     "gate": (NAME, UNGATED),
@@ -175,11 +193,12 @@ class NeutralResiduesStudy(Study):
         self.backbone = BackboneConfig(name=name, device=options.device)
         self.settings: dict[str, Setting] = {}
 
-    def search(self) -> None:
-        """Choose every row's setting on validation text."""
+    def search(self, names: Sequence[str]) -> None:
+        """Choose the setting of each of these rows on validation text."""
         candidates: dict[str, list[GraftRun]] = {}
         settings: dict[str, Setting] = {}
-        for name, method in METHODS.items():
+        for name in names:
+            method = ALL_METHODS[name]
             tried = method.settings[2:3] if self.options.quick else method.settings
             candidates[name] = []
             for setting in tried:
@@ -220,9 +239,9 @@ class NeutralResiduesStudy(Study):
             steps = 3
         return GraftRun(
             id="_".join(parts),
-            label=METHODS[name].label,
+            label=ALL_METHODS[name].label,
             backbone=self.backbone,
-            graft=graft_config({**METHODS[name].graft, **values}),
+            graft=graft_config({**ALL_METHODS[name].graft, **values}),
             data=self._data(share, seed, search),
             training=training_config(
                 steps,
@@ -282,7 +301,7 @@ def run(options: Options) -> Results:
     check_files(options, FILES)
     study = NeutralResiduesStudy(options)
     bare = study.execute([study.bare()], "the backbone")["backbone"]
-    study.search()
+    study.search([*METHODS, *(SIGMOID if "sigmoid" in tables else ())])
     groups = groups_of(study, tables)
     runs = {name: runs_of_row for name, (_, runs_of_row) in groups.items()}
     study.execute(all_runs(runs), "the rows")
@@ -317,6 +336,35 @@ def groups_of(study: NeutralResiduesStudy, tables: Sequence[str]) -> dict[str, G
         for name, size in product(compared, CAPACITIES):
             label = f"{METHODS[name].label}, {size:.0%}"
             groups[f"{name}-c{size:g}"] = (label, study.every_seed(name, capacity=size)[:1])
+    if "sigmoid" in tables:
+        for name, method in SIGMOID.items():
+            groups[name] = (method.label, study.every_seed(name))
+    if "alphas" in tables:
+        groups.update(alphas(study))
+    if "rates" in tables:
+        groups.update(rates(study))
+    return groups
+
+
+def alphas(study: NeutralResiduesStudy) -> dict[str, Group]:
+    """Return rows of the published form at all alphas of Table 6 and the rate that its search chose."""
+    groups = {}
+    rate = study.settings[PUBLISHED]["learning_rate"]
+    for alpha in ALPHAS:
+        setting = {"learning_rate": rate, "alpha": alpha}
+        runs = [study.run(PUBLISHED, setting, seed) for seed in study.seeds[:3]]
+        groups[f"{PUBLISHED}-table6-alpha{alpha:g}"] = (f"{METHODS[PUBLISHED].label}, alpha {alpha:g}", runs)
+    return groups
+
+
+def rates(study: NeutralResiduesStudy) -> dict[str, Group]:
+    """Return the rows of Table 7 at every rate of their searches, with the alpha that the search chose, if any."""
+    groups = {}
+    for name in BY_RATE:
+        for rate in sorted({setting["learning_rate"] for setting in METHODS[name].settings}):
+            setting = {**study.settings[name], "learning_rate": rate}
+            runs = [study.run(name, setting, seed) for seed in study.seeds[:3]]
+            groups[f"{name}-rate{rate:g}"] = (f"{METHODS[name].label}, rate {rate:g}", runs)
     return groups
 
 

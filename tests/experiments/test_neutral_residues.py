@@ -38,7 +38,6 @@ def folder(tmp_path: Path, tiny_backbone) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_every_table_in_the_one_form(folder: Path, tmp_path: Path, tiny_backbone) -> None:
     out = tmp_path / "out"
     options = Options(data=folder, out=out, quick=True, jobs=1, backbone=str(tiny_backbone("llama")))
@@ -47,6 +46,7 @@ def test_every_table_in_the_one_form(folder: Path, tmp_path: Path, tiny_backbone
     ids = {row.id for row in results.rows}
     assert {"backbone", *METHODS} <= ids
     assert {"neutral-residues-alpha100", "lora-p0", "none-l1-low-c0.4"} <= ids
+    assert {"sigmoid-low", "relu-random-l1-low-table6-alpha0.01", "finetune-rate0.001"} <= ids
     details: Any = results.details
     assert len({len(losses) for losses in details["search"].values()}) == 1, "equal searches"
     assert set(details["factors"]) == set(FACTORS)
