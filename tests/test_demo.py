@@ -6,7 +6,9 @@ import importlib.util
 import json
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -14,6 +16,7 @@ from graftlm.demo import run_demo
 from graftlm.demo.display import print_demo
 from graftlm.demo.lesson import Lesson
 from graftlm.demo.run import LABELS
+from graftlm.demo.threads import threads_on_free_cores
 from graftlm.evaluation import Results, value_of
 from graftlm.runs.recipe import Recipe
 from graftlm.store.manifest import TENSORS_NAME
@@ -43,6 +46,30 @@ def test_conversations_have_every_trained_phrasing(tmp_path: Path) -> None:
     rows = [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
     asked = [question["content"] for question, _ in rows]
     assert asked == [question for fact in lesson.facts for question in fact.trained]
+
+
+@pytest.mark.parametrize(
+    ("percent", "set_by_user", "expected"),
+    [(0.0, False, 4), (26.0, False, 3), (49.0, False, 2), (100.0, False, 1), (100.0, True, 4)],
+)
+def test_threads_leave_busy_cores_to_other_programs(
+    percent: float, set_by_user: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: percent)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if set_by_user:
+        monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    before = torch.get_num_threads()
+    lines: list[str] = []
+    torch.set_num_threads(4)
+    try:
+        with threads_on_free_cores(lines.append):
+            assert torch.get_num_threads() == expected
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+    assert len(lines) == (expected < 4)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import torch
 
 from graftlm.backbone import Backbone, default_device, load_backbone
 from graftlm.demo.lesson import Lesson
+from graftlm.demo.threads import threads_on_free_cores
 from graftlm.evaluation import Results, Row
 from graftlm.evaluation.chat_answers import answer_questions, template_questions
 from graftlm.evaluation.inference import LanguageModel
@@ -70,10 +71,11 @@ def run_demo(
     lesson = Lesson.read()
     if quick:
         lesson = lesson.shortened(_QUICK_FACTS, _QUICK_EVERYDAY)
-    recipe = _recipe(lesson.write_conversations(out / "facts.jsonl"), quick=quick, seed=seed)
-    run_recipe(recipe, out / "training", progress=progress, log=log)
-    log("Answering the questions before and after.")
-    answers = _answers(recipe, out / "training" / "graft", lesson.questions())
+    with threads_on_free_cores(log):
+        recipe = _recipe(lesson.write_conversations(out / "facts.jsonl"), quick=quick, seed=seed)
+        run_recipe(recipe, out / "training", progress=progress, log=log)
+        log("Answering the questions before and after.")
+        answers = _answers(recipe, out / "training" / "graft", lesson.questions())
     results = _results(lesson, answers, seed)
     write_report(results, out)
     return results
