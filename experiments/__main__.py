@@ -1,4 +1,4 @@
-"""Command line of the experiments: `python -m experiments NAME`."""
+"""Command line of the experiments: `python -m experiments NAME`, and the kit for another machine."""
 
 from __future__ import annotations
 
@@ -6,16 +6,33 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from experiments import Options, reproduce
+from experiments.kit import PART_BYTES, merge, pack
+from experiments.time_limit import TimeIsUp, time_limit
 from graftlm.cli.common import configure_logging, log, print_report
 from graftlm.cli.inputs import AsJson, Device
 from graftlm.errors import GraftError
 
-app = typer.Typer(name="experiments", pretty_exceptions_enable=False, rich_markup_mode=None)
+_RUN = "run"
+_TIME_IS_UP = 75  # the code of sysexits.h for what may be tried again
 
 
-@app.command()
+class _Commands(TyperGroup):
+    """Commands of which `run` need not be named."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        if not args or args[0] not in (*self.commands, "--help"):
+            args = [_RUN, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(name="experiments", cls=_Commands, pretty_exceptions_enable=False, rich_markup_mode=None)
+DataFolder = Annotated[Path, typer.Option(metavar="DIR", help="Folder of the data sets.")]
+
+
+@app.command(_RUN)
 def run(
     name: Annotated[
         str,
@@ -25,10 +42,7 @@ def run(
             show_default=False,
         ),
     ],
-    data: Annotated[
-        Path,
-        typer.Option(metavar="DIR", help="Folder of the data sets."),
-    ] = Path("data"),
+    data: DataFolder = Path("data"),
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Folder for the results; by default runs/NAME."),
@@ -75,6 +89,10 @@ def run(
             help="Additional metric, for experiments that score texts. Repeat the option for several.",
         ),
     ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0.01, metavar="N", help="Stop after this time; the same command goes on. Exit code 75."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Reproduce a published table and show it next to the paper's results."""
@@ -97,16 +115,55 @@ def run(
         },
         where="python -m experiments",
     )
-    results = reproduce(name, options)
+    with time_limit(minutes):
+        results = reproduce(name, options)
     print_report(results, folder, as_json=as_json)
     if quick:
         log("A quick run only checks that the experiment runs: its models are hardly trained, so ignore its figures.")
+
+
+@app.command("pack")
+def pack_kit(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the experiment.")],
+    kit: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the kit.")],
+    data: DataFolder = Path("data"),
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder with finished runs, such as sampled text; by default runs/NAME."),
+    ] = None,
+    backbone: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Folder of a backbone to take along."),
+    ] = None,
+    part_mb: Annotated[
+        float,
+        typer.Option(min=0.01, metavar="N", help="Greatest size of a part in MiB."),
+    ] = PART_BYTES / 2**20,
+) -> None:
+    """Write code, data and finished runs of an experiment in parts, for a machine without them."""
+    values = {"data": data, "out": out or Path("runs") / name, "backbone": backbone}
+    options = Options.parse(values, where="python -m experiments pack")
+    parts = pack(name, options, kit, part_bytes=int(part_mb * 2**20))
+    log(f"{len(parts)} parts are written to {kit}. There: python unpack.py FOLDER")
+
+
+@app.command("merge")
+def merge_runs(
+    sources: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of results to copy.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of results into which they are copied.")],
+) -> None:
+    """Copy finished runs of other machines; the experiment's command then reads them back."""
+    copied = merge(sources, out)
+    log(f"{len(copied)} runs were copied to {out}.")
 
 
 def main() -> None:
     """Run the command line; exit with code 2 after a user's mistake."""
     try:
         app()
+    except TimeIsUp as end:
+        log(str(end))
+        raise SystemExit(_TIME_IS_UP) from None
     except GraftError as error:
         log(f"error: {error}")
         raise SystemExit(2) from None
