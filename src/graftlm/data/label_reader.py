@@ -188,7 +188,7 @@ def choice_number(value: object, choices: int, column: str, where: str) -> int:
     number = value
     if isinstance(value, str) and _DIGITS.fullmatch(value.strip()):
         number = int(value)
-    if type(number) is not int or not 0 <= number < choices:  # a bool is no number of a choice
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < choices:
         found = "nothing" if value is None or value == "" else shorten(repr(value))
         raise DataError(
             f"{where} has {found} in the column {column!r}, but the number of a choice, from 0 to {choices - 1}, is "

@@ -78,7 +78,7 @@ class LabelledConfig(Config):
         description="For span: longer rows are read in windows that begin this many tokens apart; unset cuts them.",
     )
     form: Form | None = Field(
-        None, description="The published form of the files, whose rows are read without text, label and columns."
+        None, description="The published form of the files; except glue, it fixes text, label and columns."
     )
     columns: list[str] = Field([], description="Names of the columns of files without a header.")
     labels: list[str] = Field([], description="The classes in order; by default the sorted ones of the training rows.")
@@ -114,9 +114,7 @@ class LabelledConfig(Config):
             yield f"the number of columns in marks is {len(self.marks)}, but {PLACES} are expected"
         if self.choices is not None and not _listed(self.choices):
             yield "choices names no column: name one of lists, or one for each choice"
-        if self.form is None or self.form == "glue":
-            if self.form and self.type not in FORM_TYPES[self.form]:
-                yield f"form is glue, but the type is {self.type}: choose one of {', '.join(FORM_TYPES[self.form])}"
+        if self.form is None:
             return
         if self.type not in FORM_TYPES[self.form]:
             yield (
@@ -124,7 +122,7 @@ class LabelledConfig(Config):
                 f"{self.type}: correct one of them"
             )
         for key in ("text", "label", "columns", "choices", "marks"):
-            if getattr(self, key):
+            if getattr(self, key) and self.form != "glue":
                 yield f"{key} is set, but the form {self.form} has columns of its own: leave {key} or form out"
 
     @model_serializer(mode="wrap")

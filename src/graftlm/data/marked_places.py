@@ -103,8 +103,7 @@ def _place(value: object, text: str, column: str, where: str) -> tuple[int, int]
             )
         start = text.index(value)
         return start, start + len(value)
-    is_pair = isinstance(value, list) and len(value) == 2
-    if not is_pair or not all(type(number) is int for number in value):  # a bool is no position
+    if not isinstance(value, list) or len(value) != 2 or not all(type(number) is int for number in value):
         found = repr(value) if isinstance(value, list) else type_name(value)
         raise DataError(
             f"{where} has {shorten(found)} in the column {column!r}, but a marked place is expected: give the list of "

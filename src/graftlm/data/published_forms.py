@@ -10,7 +10,7 @@
     record    SuperGLUE, .jsonl                       a passage, and the query with each entity of it as a choice
     mrqa      MRQA, .jsonl.gz                         a question on a context, with all places of its answer
 
-Other files of these collections, such as BoolQ, CB and RTE, are plain tables. Any file may be gzipped.
+Other files of these collections, such as BoolQ, CB and RTE, are plain tables. All may be gzipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from graftlm.data.label_reader import AnswerSpan
 from graftlm.data.marked_places import FEWEST_CHOICES, check_place
@@ -44,12 +44,14 @@ FORM_TYPES: dict[Form, tuple[TaskType, ...]] = {
 PAIR_FORMS: frozenset[str | None] = frozenset({"snli", "wic", "multirc"})
 """The forms whose rows have two texts, besides question and context."""
 
-FormRow = tuple[list[Any], str]
+FormRow = tuple[list[object], str]
 """The texts of a row, its choices or marked places, its label, and its location."""
+_Kind = TypeVar("_Kind")
 
 _WORD = re.compile(r"\S+")
 _NO_LABEL = "-"  # the annotators of SNLI did not agree
 _PLACEHOLDER = "@placeholder"
+_KIND_NAMES: dict[type, str] = {str: "a string", int: "a whole number", list: "a list", dict: "an object"}
 _QUESTIONS = {"cause": "What was the cause?", "effect": "What happened as a result?"}
 
 
@@ -105,19 +107,19 @@ def read_form(path: Path, form: Form, skipped: Counter[str]) -> Iterator[FormRow
             yield row, where
 
 
-def _value(values: object, key: str, kind: type, where: str) -> Any:
+def _value(values: object, key: str, kind: type[_Kind], where: str) -> _Kind:
     """Return the value of a key of an object; raise `DataError` unless it has this type."""
     found = values.get(key) if isinstance(values, dict) else None
     if isinstance(found, kind) and not (kind is int and isinstance(found, bool)):
         return found
-    expected = {str: "a string", int: "a whole number", list: "a list", dict: "an object"}[kind]
+    expected = _KIND_NAMES[kind]
     raise DataError(
         f"{where} has {type_name(found)} in the key {key!r}, but {expected} is expected: correct the row, or the form "
         "of the task."
     )
 
 
-def _label(values: Mapping[str, Any], where: str) -> object:
+def _label(values: Mapping[str, object], where: str) -> object:
     """Return the label of a row of SuperGLUE; raise `DataError` if it has none, as in published test files."""
     if "label" not in values:
         raise DataError(
@@ -126,7 +128,7 @@ def _label(values: Mapping[str, Any], where: str) -> object:
     return values["label"]
 
 
-def _snli(values: Mapping[str, Any], where: str, skipped: Counter[str]) -> Iterator[list[Any]]:
+def _snli(values: Mapping[str, object], where: str, skipped: Counter[str]) -> Iterator[list[object]]:
     label = _value(values, "gold_label", str, where)
     if label == _NO_LABEL:
         skipped["rows without a gold label"] += 1
@@ -134,7 +136,7 @@ def _snli(values: Mapping[str, Any], where: str, skipped: Counter[str]) -> Itera
     yield [_value(values, "sentence1", str, where), _value(values, "sentence2", str, where), label]
 
 
-def _copa(values: Mapping[str, Any], where: str, _skipped: Counter[str]) -> Iterator[list[Any]]:
+def _copa(values: Mapping[str, object], where: str, _skipped: Counter[str]) -> Iterator[list[object]]:
     asked = _value(values, "question", str, where)
     if asked not in _QUESTIONS:
         raise DataError(
@@ -145,7 +147,7 @@ def _copa(values: Mapping[str, Any], where: str, _skipped: Counter[str]) -> Iter
     yield [text, choices, _label(values, where)]
 
 
-def _wic(values: Mapping[str, Any], where: str, _skipped: Counter[str]) -> Iterator[list[Any]]:
+def _wic(values: Mapping[str, object], where: str, _skipped: Counter[str]) -> Iterator[list[object]]:
     texts = []
     places = []
     for number in ("1", "2"):
@@ -154,7 +156,7 @@ def _wic(values: Mapping[str, Any], where: str, _skipped: Counter[str]) -> Itera
     yield [*texts, *places, _label(values, where)]
 
 
-def _wsc(values: Mapping[str, Any], where: str, _skipped: Counter[str]) -> Iterator[list[Any]]:
+def _wsc(values: Mapping[str, object], where: str, _skipped: Counter[str]) -> Iterator[list[object]]:
     """Yield a row whose places are given by the number of their first word, counted at blanks, and their text."""
     text = _value(values, "text", str, where)
     target = _value(values, "target", dict, where)
@@ -182,7 +184,7 @@ def _words_at(text: str, index: int, marked: str, key: str, where: str) -> list[
     return [start, end] if found < 0 else [found, found + len(marked)]
 
 
-def _multirc(values: Mapping[str, Any], where: str, _skipped: Counter[str]) -> Iterator[list[Any]]:
+def _multirc(values: Mapping[str, object], where: str, _skipped: Counter[str]) -> Iterator[list[object]]:
     passage = _value(values, "passage", dict, where)
     text = _value(passage, "text", str, where)
     for question in _value(passage, "questions", list, where):
@@ -192,7 +194,7 @@ def _multirc(values: Mapping[str, Any], where: str, _skipped: Counter[str]) -> I
             yield [text, f"{asked} {answered}", _label(answer, where)]
 
 
-def _record(values: Mapping[str, Any], where: str, skipped: Counter[str]) -> Iterator[list[Any]]:
+def _record(values: Mapping[str, object], where: str, skipped: Counter[str]) -> Iterator[list[object]]:
     """Yield a row for each query, whose choices are the query with each of the passage's entities in its gap."""
     passage = _value(values, "passage", dict, where)
     text = _value(passage, "text", str, where)
@@ -213,7 +215,7 @@ def _record(values: Mapping[str, Any], where: str, skipped: Counter[str]) -> Ite
         yield [text, [query.replace(_PLACEHOLDER, entity) for entity in entities], right[0]]
 
 
-def _mrqa(values: Mapping[str, Any], where: str, _skipped: Counter[str]) -> Iterator[list[Any]]:
+def _mrqa(values: Mapping[str, object], where: str, _skipped: Counter[str]) -> Iterator[list[object]]:
     context = check_text(_value(values, "context", str, where), "context", where)
     for question in _value(values, "qas", list, where):
         places = []
@@ -245,7 +247,7 @@ def _characters(place: object, context: str, where: str) -> tuple[int, int]:
     return start, last + 1
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any], str, Counter[str]], Iterator[list[Any]]]] = {
+_READERS: dict[str, Callable[[Mapping[str, object], str, Counter[str]], Iterator[list[object]]]] = {
     "snli": _snli,
     "copa": _copa,
     "wic": _wic,

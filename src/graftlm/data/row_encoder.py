@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graftlm.data.labelled import LabelledRow, TaskRows
+from graftlm.data.labelled import AnswerSpan, LabelledRow, TaskRows
 from graftlm.errors import BackboneError, DataError
 from graftlm.grafts.heads import IGNORED, PLACES, TaskSpec
 
@@ -152,14 +152,15 @@ class RowEncoder:
             if task.stride is None or index not in truncated:
                 sequences[owner].append(self._encode_row(spec, row, values, truncated=index in truncated))
                 continue
-            for window in _windows(values, self.length, task.stride):
+            context = self._context(values["offset_mapping"], values["sequences"])
+            for window in _windows(values, context, self.length, task.stride):
                 sequences[owner].append(self._encode_row(spec, row, window, truncated=False))
         long_rows = len({owners[index] for index in long})
         windowed = 0 if task.stride is None else long_rows
         encoded: list[EncodedRow] = []
         left_out = 0
         for row, of_row in zip(task.rows, sequences, strict=True):
-            kept = _rows_to_learn(spec, row, of_row) if training else [_joined(of_row)]
+            kept = _rows_to_learn(row, of_row) if training else [_joined(of_row)]
             left_out += not kept
             encoded += kept
         if not encoded:
@@ -234,12 +235,21 @@ class RowEncoder:
         if task.spec.type != "span":
             return
         for index in long:
-            question = [number for number in columns["sequences"][index] if number != _CONTEXT]
-            if len(question) >= self.length:
+            sequences = columns["sequences"][index]
+            question = sum(number != _CONTEXT for number in sequences)
+            if task.stride is not None:
+                question = len(sequences) - len(self._context(columns["offset_mapping"][index], sequences))
+            if question >= self.length:
                 raise DataError(
-                    f"{task.rows[owners[index]].where} has {len(question)} tokens without its context, which leaves no "
+                    f"{task.rows[owners[index]].where} has {question} tokens without its context, which leaves no "
                     f"room for context in a row of {self.length}: raise the length, or shorten the question."
                 )
+
+    def _context(self, offsets: Sequence[tuple[int, int]], sequences: Sequence[int | None]) -> list[int]:
+        """Return the numbers of the tokens of the context, without those of the separator before it."""
+        shift = len(self._separator)
+        tokens = enumerate(zip(offsets, sequences, strict=True))
+        return [index for index, ((_, end), number) in tokens if number == _CONTEXT and end > shift]
 
     def _truncate(
         self, columns: dict[str, list[Any]], long: Sequence[int], texts: Sequence[Texts], spec: TaskSpec
@@ -287,19 +297,24 @@ def _separates_pairs(tokenizer: PreTrainedTokenizerBase) -> bool:
     return None in between
 
 
-def _windows(values: Mapping[str, Any], length: int, stride: int) -> Iterator[dict[str, Any]]:
+def _windows(
+    values: Mapping[str, Sequence[object]],
+    context: Sequence[int],
+    length: int,
+    stride: int,
+) -> Iterator[dict[str, list[object]]]:
     """Yield the encodings of the windows of a long context.
 
     Args:
         values: the encoding of a question and its whole context, by column.
+        context: the numbers of the tokens of the context, which follow each other.
         length: maximum number of tokens of a window, more than the tokens outside the context.
         stride: number of tokens from the start of a window in the context to that of the next one; windows that would
             leave out tokens begin earlier.
     """
-    in_context = [index for index, number in enumerate(values["sequences"]) if number == _CONTEXT]
-    first = in_context[0]
-    end = in_context[-1] + 1
-    room = length - (len(values["sequences"]) - len(in_context))
+    first = context[0]
+    end = context[-1] + 1
+    room = length - (len(values["sequences"]) - (end - first))
     step = min(stride, room)
     start = first
     while True:
@@ -322,9 +337,9 @@ def _joined(sequences: Sequence[EncodedRow]) -> EncodedRow:
     return replace(first, truncated=truncated, more=tuple(sequences[1:]))
 
 
-def _rows_to_learn(spec: TaskSpec, row: LabelledRow, sequences: Sequence[EncodedRow]) -> list[EncodedRow]:
+def _rows_to_learn(row: LabelledRow, sequences: Sequence[EncodedRow]) -> list[EncodedRow]:
     """Return what can be learned from the sequences of a row: nothing, one row, or a row for each window."""
-    if spec.type == "span" and row.target is not None:
+    if isinstance(row.target, AnswerSpan):
         return _windows_to_learn(row.target, sequences)
     joined = _joined(sequences)
     if joined.marks is not None and not _has_whole_marks(joined.marks):
@@ -332,7 +347,7 @@ def _rows_to_learn(spec: TaskSpec, row: LabelledRow, sequences: Sequence[Encoded
     return [joined]
 
 
-def _windows_to_learn(target: Any, windows: Sequence[EncodedRow]) -> list[EncodedRow]:
+def _windows_to_learn(target: AnswerSpan, windows: Sequence[EncodedRow]) -> list[EncodedRow]:
     """Return windows with the place of an answer, or the first token where there is none; none without any answer."""
     if len(windows) == 1:
         return [window for window in windows if _is_whole(window.target)]
@@ -346,7 +361,7 @@ def _windows_to_learn(target: Any, windows: Sequence[EncodedRow]) -> list[Encode
     return learned if found else []
 
 
-def _first_place(target: Any, window: EncodedRow, *, is_first: bool) -> Tensor | None:
+def _first_place(target: AnswerSpan, window: EncodedRow, *, is_first: bool) -> Tensor | None:
     """Return the tokens of the first place of an answer that is whole in a window, or None.
 
     Args:

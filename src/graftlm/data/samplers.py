@@ -5,7 +5,7 @@ A task t has D_t rows, and H is the entropy of a prediction in nats. The policie
     uniform       q(t) = 1 / T for T tasks
     size          q(t) = D_t / sum of D_s
     temperature   q(t) = D_t^alpha / sum of D_s^alpha                                                      (eq. 1.7)
-    annealed      the same with alpha = 1 - 0.8 s / (S - 1) in step s = 0 .. S - 1   (Stickland and Murray, 2019, by epoch)
+    annealed      the same with alpha = 1 - 0.8 s / (S - 1) in step s = 0 .. S - 1 (Stickland and Murray 2019, by epoch)
     entropy       q(t) = H_t^beta / sum of H_s^beta, H_t the mean entropy of the task's latest predictions (eq. 1.8)
     uncertainty   the b candidates of all tasks with the largest H / H'_t, H'_t = log C_t for C_t classes  (algorithm 1)
 

@@ -102,7 +102,7 @@ def _read_json(
         yield values_of(row, columns, where, owner, optional), where
 
 
-def read_objects(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+def read_objects(path: Path) -> Iterator[tuple[dict[str, object], str]]:
     """Yield the objects of a JSON file, and the location of each.
 
     Args:
@@ -121,7 +121,7 @@ def read_objects(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
             yield row, where
 
 
-def _parsed_rows(path: Path) -> Iterator[tuple[Any, str]]:
+def _parsed_rows(path: Path) -> Iterator[tuple[object, str]]:
     """Yield the values of JSON lines, or of a list if the file begins with a bracket, and their locations."""
     with open_binary(path) as file:
         beginning = file.read(4096).removeprefix(BYTE_ORDER_MARK)

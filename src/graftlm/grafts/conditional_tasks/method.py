@@ -302,7 +302,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         return dict(self.config.tasks)
 
     def predict(self, call: Call, hidden: Tensor) -> list[Tensor]:
-        extras: Mapping[str, Any] = call.extras
+        extras = _extras(call)
         return self.heads(
             hidden,
             call.token_mask,
@@ -313,7 +313,7 @@ class ConditionalTasks(TrainsCopy, HasHeads):
 
     def target_loss(self, call: Call, hidden: Tensor, targets: Sequence[Tensor]) -> Tensor:
         predictions = self.predict(call, hidden)
-        extras: Mapping[str, Any] = call.extras
+        extras = _extras(call)
         losses = self.heads.losses(
             predictions,
             targets,
@@ -504,6 +504,11 @@ class ConditionalTasks(TrainsCopy, HasHeads):
             is_head = name.startswith("heads.")
             scales[name] = self.config.head_rate if is_head else self.config.module_rate
         return scales
+
+
+def _extras(call: Call) -> Mapping[str, Any]:
+    """Return the values of a batch: `task`, `parts` and `marks`, as `Heads` takes them."""
+    return call.extras
 
 
 def _norms(sites: Sites, layer: int) -> list[Site]:
