@@ -56,7 +56,9 @@ def encoded_rows() -> list[TaskRow]:
     made: list[TaskRow] = []
     for name, rows in ROWS.items():
         spec = TASKS[name]
-        made += [(row, spec, NUMBERS[name]) for row in ENCODER.encode(TaskRows(spec, rows)).rows]
+        for row in rows:  # of one text or two
+            (encoded,) = ENCODER.encode(TaskRows(spec, [row])).rows
+            made.append((encoded, spec, NUMBERS[name]))
     return made
 
 

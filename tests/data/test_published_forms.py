@@ -294,7 +294,7 @@ def test_a_row_whose_marked_place_is_cut_is_measured_and_not_learned(tmp_path: P
     mixture = LabelledMixture({"t": rows}, encoder, SamplerConfig(), 1)
     assert len(mixture.tasks["t"]) == 1
     assert "marked place: 1." in mixture.notes[0]
-    with pytest.raises(DataError, match="row 1"):
+    with pytest.raises(DataError, match="line 1"):
         encoder.encode(TaskRows(spec, rows.rows[:1]), training=True)
 
 
@@ -343,3 +343,7 @@ def test_a_question_of_a_published_file_is_read_without_its_label(tmp_path: Path
     assert isinstance(row, LabelledRow)
     assert row.target is None
     assert row.choices == ("It fell.", "It shone.")
+    path = write(tmp_path / "b.jsonl", [SNLI, {**SNLI, "gold_label": "-"}])
+    config = LabelledConfig.parse({"type": "classification", "train": [], "form": "snli"})
+    with pytest.raises(DataError, match="gold label"):
+        list(read_questions(config, str(path)))

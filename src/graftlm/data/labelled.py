@@ -99,7 +99,8 @@ class LabelledConfig(Config):
         yield from self._problems_of_inputs()
         columns = [*self.texts, *self.part_columns, self.label_column]
         if len(set(columns)) < len(columns):
-            yield f"the task names the columns {', '.join(columns)}: name each column once"
+            part = {"choice": ", choices", "marked": ", marks"}.get(self.type, "")
+            yield f"text{part} and label name the columns {', '.join(columns)}: name each column once"
         if self.labels and self.type in ("regression", "span", "choice"):
             yield f"labels is set, but a {self.type} task has none: leave labels out"
         if self.metric is not None and self.metric not in METRICS[self.type]:

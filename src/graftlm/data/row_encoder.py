@@ -55,11 +55,6 @@ class EncodedRow:
         """The sequences of tokens of the row: the row itself and `more`."""
         return (self, *self.more)
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of all sequences."""
-        return sum(len(sequence.ids) for sequence in self.sequences)
-
 
 @dataclass(frozen=True)
 class EncodedTask:

@@ -259,8 +259,13 @@ def _read_table(
         published: whether the table has the task's published form, if it has one.
     """
     if published and config.form is not None and config.form != "glue":
-        for values, where in read_form(path, config.form, Counter()):
+        skipped = Counter[str]()
+        for values, where in read_form(path, config.form, skipped):
+            if skipped:
+                break
             yield values[:-1], where
+        if skipped:
+            raise DataError(f"{path} has {next(iter(skipped))}, which can't be predicted in this form: remove them.")
         return
     columns = input_columns(texts, config.part_columns, config.type)
     yield from read_values(path, columns, "task", config.columns)

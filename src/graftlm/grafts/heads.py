@@ -491,7 +491,7 @@ def _uncertainty(spec: TaskSpec, logits: Tensor, targets: Tensor | None) -> Tens
     if spec.type in ("regression", "span"):
         return None
     log_probabilities = logits.log_softmax(-1)
-    entropy = _entropy(log_probabilities) / math.log(max(2, logits.shape[-1]))
+    entropy = _entropy(log_probabilities) / math.log(logits.shape[-1])
     if spec.type == "tagging":
         return _largest_of_labeled(entropy, targets)
     return entropy
