@@ -66,7 +66,7 @@ class TaskOutputs(nn.Module):
             token_type_ids: Segments of the tokens (rows, tokens).
 
         Returns:
-            A tensor (rows, ...) for each task.
+            A tensor (rows, ...) for each task; of a choice task, whose rows are single choices, a logit for each.
         """
         segments = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         hidden = self.model.encode(input_ids, attention_mask, extras={"task": task}, **segments)
@@ -90,8 +90,15 @@ def export(task_graft: TaskGraft, folder: Path) -> None:
         folder: The folder to write to.
 
     Raises:
-        GraftError: The predictions of onnxruntime differ from those of torch.
+        GraftError: A task has marked places, which are no input of the file, or the predictions of onnxruntime differ
+            from those of torch.
     """
+    marked = [name for name, spec in task_graft.tasks.items() if spec.type == "marked"]
+    if marked:
+        raise GraftError(
+            f"The task {marked[0]} reads marked places, which the ONNX file has no input for: use graft serve, or "
+            "train a graft without this task."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     write_tasks(task_graft, folder)
     write_tokenizer(task_graft, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from graftlm.data.labelled_batches import TaskBatch, batches_by_length
 from graftlm.generation.predict import TaskGraft, load_task_graft
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
+from graftlm.grafts.heads import TaskSpec
 from graftlm.store.artifact import save_graft
 from graftlm.testing import randomise
 from tiny import BackboneFolder
@@ -142,6 +144,13 @@ def test_all_rows_have_the_predictions_of_their_heads(task_graft: TaskGraft) -> 
             output = output[:tokens]
             prediction = prediction[:tokens]
         torch.testing.assert_close(output, prediction)
+
+
+def test_a_task_with_marked_places_is_refused(tmp_path: Path) -> None:
+    task_graft = SimpleNamespace(tasks={"senses": TaskSpec(type="marked", labels=["x", "y"])})
+    with pytest.raises(GraftError, match="senses"):
+        export_onnx.export(task_graft, tmp_path / "out")  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_that_computes_something_else_is_refused(

@@ -195,3 +195,30 @@ def encode(
         if neck is not None and modules.large:
             skip = _by_token(lambda x, neck=neck: bottleneck(x, neck, z, activation), h + skip)
     return h + skip
+
+
+def choice_logits(choices: Sequence[Tensor], weight_D: Tensor, bias: Tensor) -> list[Tensor]:
+    """The logit of each choice of a row: w . v + b for the vector v of the choice's own sequence."""
+    return [sum((w * v for w, v in zip(weight_D, vector_D, strict=True)), bias) for vector_D in choices]
+
+
+def choice_loss(choices: Sequence[Tensor], weight_D: Tensor, bias: Tensor, right: int) -> Tensor:
+    """-log of the right choice's part in the sum of all exponentials."""
+    logits = choice_logits(choices, weight_D, bias)
+    total = sum((torch.exp(logit) for logit in logits), torch.zeros_like(bias))
+    return torch.log(total) - logits[right]
+
+
+def marked_logits(
+    vector_D: Tensor, h_TD: Tensor, places: Sequence[Sequence[int]], weight_C3D: Tensor, bias_C: Tensor
+) -> Tensor:
+    """The logits of a row with two marked places: a Linear of its vector and the mean state of each place, (C,)."""
+    read = list(vector_D)
+    for tokens in places:
+        for unit in range(h_TD.shape[1]):
+            values = [h_TD[token, unit] for token in tokens]
+            read.append(sum(values, torch.zeros_like(vector_D[0])) / max(1, len(values)))
+    logits = []
+    for row_3D, shift in zip(weight_C3D, bias_C, strict=True):
+        logits.append(sum((w * x for w, x in zip(row_3D, read, strict=True)), shift))
+    return torch.stack(logits)

@@ -23,6 +23,10 @@ def uncertainties_of(picks: list[Pick]) -> list[float]:
     return [math.sin(17.0 * pick.row + 3.0 * len(pick.task)) + 1 for pick in picks]
 
 
+def annealed(steps: int | None, batch: int = 8) -> TaskSampler:
+    return TaskSampler(SIZES, SamplerConfig(policy="annealed"), batch, steps=steps)
+
+
 def run(sampler: TaskSampler, steps: int) -> list[list[Pick]]:
     return [sampler.choose(uncertainties_of(sampler.candidates())) for _ in range(steps)]
 
@@ -71,6 +75,30 @@ def test_tasks_come_as_often_as_the_equation_says(policy: str, alpha: float) -> 
     counts = Counter(pick.task for batch in run(sampler, 100) for pick in batch)
     for task, share in wanted.items():
         assert counts[task] / 10_000 == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / 10_000))
+
+
+def test_annealed_sampling_goes_from_sizes_to_nearly_even_shares() -> None:
+    """N^alpha with alpha = 1 - 0.8 (e - 1) / (E - 1) for e = 1 to E, here by step."""
+    sampler = annealed(5)
+    for epoch in range(1, 7):
+        alpha = 1 - 0.8 * (min(epoch, 5) - 1) / (5 - 1)
+        powers = {task: math.exp(alpha * math.log(size)) for task, size in SIZES.items()}
+        wanted = {task: power / sum(powers.values()) for task, power in powers.items()}
+        assert sampler.shares() == pytest.approx(wanted)
+        sampler.choose()
+    assert annealed(1).shares() == pytest.approx({task: size / 129 for task, size in SIZES.items()})
+    with pytest.raises(DataError, match="annealed"):
+        annealed(None)
+
+
+def test_annealed_sampling_resumes_at_its_exponent() -> None:
+    whole = annealed(6)
+    wanted = run(whole, 6)
+    first = annealed(6)
+    found = run(first, 2)
+    second = annealed(6)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert found + run(second, 4) == wanted
 
 
 def test_uncertain_tasks_come_more_often_under_entropy() -> None:

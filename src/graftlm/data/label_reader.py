@@ -26,18 +26,21 @@ class AnswerSpan(NamedTuple):
         start: index of its first character in the context.
         end: index after its last character.
         answers: all texts that count as correct; the first one is at `start`.
+        others: first character and the one after the last of further places of an answer, as far as the row gives them.
     """
 
     start: int
     end: int
     answers: tuple[str, ...]
+    others: tuple[tuple[int, int], ...] = ()
 
 
 _MAPPING = re.compile(r"""\s*\{\s*['"]""")
+_DIGITS = re.compile(r"[0-9]{1,6}")
 _BLANKS = re.compile(r"[ \t\r\n]+")
 
-Target = str | float | tuple[str, ...] | AnswerSpan | None
-"""A label, a number, several labels, a tag for each word, or an answer; None for a row without labels."""
+Target = str | float | int | tuple[str, ...] | AnswerSpan | None
+"""A label, a number, the number of a choice, several labels, a tag for each word, or an answer; None without labels."""
 
 
 class _Seen(NamedTuple):
@@ -71,7 +74,8 @@ class LabelReader:
 
         Args:
             value: the value of the column.
-            texts: the texts of the row: of a span task question and context, of a tagging task the words.
+            texts: the texts of the row: of a span task question and context, of a tagging task the words, of a choice
+                task the choices.
             where: the location of the row, for error messages.
 
         Raises:
@@ -79,8 +83,10 @@ class LabelReader:
         """
         if self.type == "regression":
             return self._number(value, where)
-        if self.type == "classification":
+        if self.type in ("classification", "marked"):
             return self._label(value, where)
+        if self.type == "choice":
+            return choice_number(value, len(texts), self.column, where)
         if self.type == "span":
             _, context = texts
             return answer_span(value, context, self.column, where)
@@ -167,6 +173,30 @@ class LabelReader:
         raise DataError(f"{where} has {found} in the column {self.column!r}, but a label is expected: correct the row.")
 
 
+def choice_number(value: object, choices: int, column: str, where: str) -> int:
+    """Return the number of a row's correct choice.
+
+    Args:
+        value: a whole number from 0, or the text of one.
+        choices: the number of choices of the row.
+        column: the name of the label's column, for error messages.
+        where: the location of the row, for error messages.
+
+    Raises:
+        DataError: the value is not the number of one of the choices.
+    """
+    number = value
+    if isinstance(value, str) and _DIGITS.fullmatch(value.strip()):
+        number = int(value)
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < choices:
+        found = "nothing" if value is None or value == "" else shorten(repr(value))
+        raise DataError(
+            f"{where} has {found} in the column {column!r}, but the number of a choice, from 0 to {choices - 1}, is "
+            "expected: correct the row."
+        )
+    return number
+
+
 def _finite(value: object) -> float | None:
     """Return a value as a finite number, or None if it is not one."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -212,7 +242,7 @@ def answer_span(value: object, context: str, column: str, where: str) -> AnswerS
     Args:
         value: a text of the context, a list of such texts, or SQuAD's mapping with `text`, which is one of these, and
             `answer_start`, a character or a list of characters. Unless it occurs in the context, the text of a list or
-            a mapping, as in CSV files, is read as such.
+            a mapping, as in CSV files, is read as such. A span is returned as it is.
         context: the context.
         column: the name of the answer's column, for error messages.
         where: the location of its row, for error messages.
@@ -221,6 +251,8 @@ def answer_span(value: object, context: str, column: str, where: str) -> AnswerS
         DataError: there is no answer, an answer is empty or not text, or the first one does not occur in the context or
             at its start.
     """
+    if isinstance(value, AnswerSpan):
+        return value
     if isinstance(value, str) and value not in context:
         value = _written_answers(value, column, where)
     found = value
@@ -245,7 +277,17 @@ def answer_span(value: object, context: str, column: str, where: str) -> AnswerS
     if not isinstance(start, int) or start < 0 or context[start : start + len(first)] != first:
         position = f"at character {start} of its context" if starts else "in its context"
         raise DataError(f"{where} has the answer {shorten(first)!r}, which does not occur {position}: correct the row.")
-    return AnswerSpan(start, start + len(first), tuple(answers))
+    others = _other_places(answers, starts, context)
+    return AnswerSpan(start, start + len(first), tuple(answers), others)
+
+
+def _other_places(answers: Sequence[str], starts: Sequence[object], context: str) -> tuple[tuple[int, int], ...]:
+    """Return the places of the answers after the first whose given starts are right."""
+    places = []
+    for answer, start in zip(answers[1:], starts[1:], strict=False):
+        if isinstance(start, int) and start >= 0 and context.startswith(answer, start):
+            places.append((start, start + len(answer)))
+    return tuple(dict.fromkeys(places))
 
 
 def _written_answers(text: str, column: str, where: str) -> object:

@@ -1,4 +1,7 @@
-"""Labelled rows of files: texts or pairs with a class, a number, several labels, a tag for each word, or an answer.
+"""Labelled rows of files.
+
+They are texts or pairs with a class, a number, several labels, a tag for each word, an answer, the right one of some
+choices, or two marked places and a class.
 
 Errors contain the file and the line of the row.
 """
@@ -6,20 +9,22 @@ Errors contain the file and the line of the row.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_serializer
 
 from graftlm.config import Config
 from graftlm.data.conll import read_conll
 from graftlm.data.label_reader import AnswerSpan, LabelReader, Target, split_blanks
+from graftlm.data.marked_places import Mark, read_choices, read_marks
+from graftlm.data.published_forms import FORM_TYPES, PAIR_FORMS, Form, read_form, read_glue
 from graftlm.data.table_files import check_text, is_table, read_values
 from graftlm.errors import DataError, did_you_mean
-from graftlm.grafts.heads import FEWEST_LABELS, TaskSpec, TaskType
+from graftlm.grafts.heads import FEWEST_LABELS, PLACES, TaskSpec, TaskType
 
 OUTSIDE = "O"
 Split = Literal["train", "test", "validation"]
@@ -41,7 +46,10 @@ METRICS: dict[TaskType, tuple[Metric, ...]] = {
     "multi-label": ("micro_f1", "macro_f1"),
     "tagging": ("entity_f1", "accuracy"),
     "span": ("token_f1", "exact_match"),
+    "choice": ("accuracy",),
+    "marked": ("accuracy", "macro_f1", "matthews"),
 }
+_NEW_KEYS = ("choices", "marks", "stride", "form")  # left out of serialized values while unset
 _NAMED_LABELS = 3
 _LISTED_LABELS = 20
 
@@ -58,6 +66,20 @@ class LabelledConfig(Config):
         description="The column of the text, or the two of a pair; for span those of question and context.",
     )
     label: str | None = Field(None, description="The column of the labels; by default label, and for span answers.")
+    choices: str | list[str] | None = Field(
+        None, description="For choice: the column of lists of choices, by default choices, or a column for each choice."
+    )
+    marks: list[str] | None = Field(
+        None, description="For marked: the two columns of the marked places; by default mark1 and mark2."
+    )
+    stride: int | None = Field(
+        None,
+        ge=1,
+        description="For span: longer rows are read in windows that begin this many tokens apart; unset cuts them.",
+    )
+    form: Form | None = Field(
+        None, description="The published form of the files; except glue, it fixes text, label and columns."
+    )
     columns: list[str] = Field([], description="Names of the columns of files without a header.")
     labels: list[str] = Field([], description="The classes in order; by default the sorted ones of the training rows.")
     separator: str = Field(",", min_length=1, description="The separator of several labels in one text.")
@@ -74,13 +96,41 @@ class LabelledConfig(Config):
                 yield f"the number of columns in text is {len(names)}, but a tagging task has one"
             if len(names) not in (1, 2):
                 yield f"the number of columns in text is {len(names)}, but one, or two of a pair, are expected"
-        columns = [*self.texts, self.label_column]
+        yield from self._problems_of_inputs()
+        columns = [*self.texts, *self.part_columns, self.label_column]
         if len(set(columns)) < len(columns):
-            yield f"text and label name the columns {', '.join(columns)}: name each column once"
-        if self.labels and self.type in ("regression", "span"):
+            part = {"choice": ", choices", "marked": ", marks"}.get(self.type, "")
+            yield f"text{part} and label name the columns {', '.join(columns)}: name each column once"
+        if self.labels and self.type in ("regression", "span", "choice"):
             yield f"labels is set, but a {self.type} task has none: leave labels out"
         if self.metric is not None and self.metric not in METRICS[self.type]:
             yield f"{self.metric} is not a metric of {self.type} tasks: choose one of {', '.join(METRICS[self.type])}"
+
+    def _problems_of_inputs(self) -> Iterator[str]:
+        """Yield problems of the keys that only some types of tasks have."""
+        for key, kind in (("choices", "choice"), ("marks", "marked"), ("stride", "span")):
+            if getattr(self, key) is not None and self.type != kind:
+                yield f"{key} is set, but only {kind} tasks use it and the type is {self.type}: leave {key} out"
+        if self.marks is not None and len(self.marks) != PLACES:
+            yield f"the number of columns in marks is {len(self.marks)}, but {PLACES} are expected"
+        if self.choices is not None and not _listed(self.choices):
+            yield "choices names no column: name one of lists, or one for each choice"
+        if self.form is None:
+            return
+        if self.type not in FORM_TYPES[self.form]:
+            yield (
+                f"form is {self.form}, whose rows have the type {' or '.join(FORM_TYPES[self.form])}, but the type is "
+                f"{self.type}: correct one of them"
+            )
+        for key in ("text", "label", "columns", "choices", "marks"):
+            if getattr(self, key) and self.form != "glue":
+                yield f"{key} is set, but the form {self.form} has columns of its own: leave {key} or form out"
+
+    @model_serializer(mode="wrap")
+    def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
+        """Serialize the task without newer keys that are not set, so that earlier runs keep keys."""
+        values = serialize(self)
+        return {key: value for key, value in values.items() if value is not None or key not in _NEW_KEYS}
 
     @property
     def texts(self) -> list[str]:
@@ -88,7 +138,18 @@ class LabelledConfig(Config):
         names = _listed(self.text)
         if names:
             return names
-        return ["question", "context"] if self.type == "span" else ["text"]
+        if self.type == "span":
+            return ["question", "context"]
+        return ["text", "text2"] if self.form in PAIR_FORMS else ["text"]
+
+    @property
+    def part_columns(self) -> list[str]:
+        """The names of the columns of choices or of marked places; empty for other types."""
+        if self.type == "choice":
+            return _listed(self.choices) or ["choices"]
+        if self.type == "marked":
+            return list(self.marks or ["mark1", "mark2"])
+        return []
 
     @property
     def label_column(self) -> str:
@@ -115,13 +176,18 @@ class LabelledRow:
 
     Attributes:
         texts: the text, or both texts of a pair; for span question and context; for tagging the words.
-        target: a label, a number, several labels, a tag for each word, or an answer; None for a row without labels.
+        target: a label, a number, the number of a choice, several labels, a tag for each word, or an answer; None for a
+            row without labels.
         where: the file and the line or row, for error messages.
+        choices: for choice the choices.
+        marks: for marked the two marked places.
     """
 
     texts: tuple[str, ...]
     target: Target
     where: str
+    choices: tuple[str, ...] = ()
+    marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,11 +198,13 @@ class TaskRows:
         spec: the specification of the task's head.
         rows: the rows.
         notes: warnings about labels with too few rows, and counts of what was skipped, as sentences.
+        stride: for span, tokens from the start of a window to that of the next one; None cuts longer rows.
     """
 
     spec: TaskSpec
     rows: list[LabelledRow]
     notes: tuple[str, ...] = ()
+    stride: int | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -163,14 +231,14 @@ def read_training_rows(name: str, config: LabelledConfig) -> TaskRows:
         selected = generator.choice(len(rows), config.limit, replace=False)
         rows = [rows[index] for index in sorted(selected)]
     notes = (*_label_notes(name, spec, rows), *skipped)
-    return TaskRows(spec, rows, notes)
+    return TaskRows(spec, rows, notes, config.stride)
 
 
 def _build_spec(name: str, config: LabelledConfig, rows: Sequence[LabelledRow]) -> TaskSpec:
     """Return the specification of the task's head, with the labels or the range of numbers of its training rows."""
     if config.type == "regression":
         return TaskSpec(type=config.type, range=_number_range(name, rows))
-    if config.type == "span":
+    if config.type in ("span", "choice"):
         return TaskSpec(type=config.type)
     labels = config.labels
     if labels:
@@ -214,13 +282,13 @@ def read_held_out_rows(name: str, config: LabelledConfig, spec: TaskSpec, split:
     """
     rows, skipped = _read(name, config, split)
     _check_known(name, rows, spec.labels, "train with this label")
-    return TaskRows(spec, rows, tuple(skipped))
+    return TaskRows(spec, rows, tuple(skipped), config.stride)
 
 
 def labels_of(row: LabelledRow) -> tuple[str, ...]:
     """Return the class of a row, its several labels, or the tags of its words.
 
-    The result is empty for a number, an answer, or a row without labels.
+    The result is empty for a number, a choice, an answer, or a row without labels.
     """
     if isinstance(row.target, str):
         return (row.target,)
@@ -258,7 +326,7 @@ def _read(name: str, config: LabelledConfig, split: Split) -> tuple[list[Labelle
             "task out."
         )
     notes = [
-        f"The files under {split} of the task {name} have {kind} ({count:,} in all), whose lines are skipped."
+        f"The files under {split} of the task {name} have {kind} ({count:,} in all), which are skipped."
         for kind, count in skipped.items()
     ]
     return rows, notes
@@ -271,16 +339,55 @@ def _read_file(
     skipped: Counter[str],
 ) -> Iterator[LabelledRow]:
     """Yield the rows of a file, after checking their texts and targets, and count what is skipped."""
+    names = [*config.texts, *config.part_columns]
     for values, where in _read_columns(path, config, skipped):
-        *values_of_texts, label = values
-        if config.type == "tagging":
-            column = config.texts[0]
-            words = split_blanks(values_of_texts[0], column, where)
-            texts = [check_not_empty(word, column, where) for word in words]
-        else:
-            named = zip(values_of_texts, config.texts, strict=True)
-            texts = [check_not_empty(value, column, where) for value, column in named]
-        yield LabelledRow(tuple(texts), reader.target(label, texts, where), where)
+        *inputs, label = values
+        row = read_inputs(config, inputs, names, where)
+        target = reader.target(label, row.choices or row.texts, where)
+        yield replace(row, target=target)
+
+
+def read_inputs(config: LabelledConfig, values: Sequence[object], names: Sequence[str], where: str) -> LabelledRow:
+    """Return the row of a task without a label.
+
+    Args:
+        config: the task.
+        values: the texts, followed by the choices or the marked places.
+        names: the columns of the values, for error messages.
+        where: the location of the row, for error messages.
+
+    Raises:
+        DataError: a text is empty or not a string, or choices or marked places can't be read.
+    """
+    if config.type == "tagging":
+        words = split_blanks(values[0], names[0], where)
+        return LabelledRow(tuple(check_not_empty(word, names[0], where) for word in words), None, where)
+    count = len(config.texts)
+    named = zip(values[:count], names[:count], strict=True)
+    texts = tuple(check_not_empty(value, name, where) for value, name in named)
+    row = LabelledRow(texts, None, where)
+    if config.type == "choice":
+        return replace(row, choices=read_choices(values[count:], names[count:], where))
+    if config.type == "marked":
+        return replace(row, marks=read_marks(values[count:], names[count:], texts, where))
+    return row
+
+
+def input_columns(texts: Sequence[str], parts: Sequence[str], kind: str) -> dict[str, str]:
+    """Return the names of columns by the config key that sets each.
+
+    Args:
+        texts: the names of the columns of texts.
+        parts: the names of the columns of choices or marked places.
+        kind: the type of the task.
+    """
+    columns: dict[str, str] = {"text": texts[0]}
+    if len(texts) > 1:
+        columns["text.1"] = texts[1]
+    key = "choices" if kind == "choice" else "marks"
+    for number, name in enumerate(parts):
+        columns[key if len(parts) == 1 else f"{key}.{number}"] = name
+    return columns
 
 
 def _read_columns(
@@ -288,11 +395,13 @@ def _read_columns(
     config: LabelledConfig,
     skipped: Counter[str],
 ) -> Iterator[tuple[Sequence[Any], str]]:
-    """Yield the values of the columns of texts and labels of each row, and the row's location."""
-    columns: dict[str, str] = {"text": config.texts[0]}
-    if len(config.texts) > 1:
-        columns["text.1"] = config.texts[1]
+    """Yield the values of the columns of inputs and labels of each row, and the row's location."""
+    columns = input_columns(config.texts, config.part_columns, config.type)
     columns["label"] = config.label_column
+    if config.form == "glue":
+        return read_glue(path, columns, config.columns, skipped)
+    if config.form is not None:
+        return read_form(path, config.form, skipped)
     if config.type == "tagging" and not is_table(path):
         return read_conll(path, columns, config.columns, skipped)
     return read_values(path, columns, "task", config.columns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,16 +29,20 @@ _WITHOUT_SCORE = "span"
 
 @dataclass(frozen=True)
 class TaskBatch:
-    """A batch of B rows of at most T tokens. Each row belongs to one task.
+    """A batch of R rows in B sequences of at most T tokens.
+
+    Each row belongs to one task, and its sequences follow each other.
 
     Attributes:
         input_ids: long, (B, T).
         attention_mask: long, (B, T), 0 at padding, which is on the right.
         token_type_ids: long, (B, T), 1 in the second text of a pair; None if no row has such a mark.
-        task: long, (B,), the number of each row's task.
+        task: long, (R,), the number of each row's task.
         targets: a tensor for each row, as `graftlm.grafts.heads` expects it: for tagging (T,), -100 at padding; None if
             a row has no label.
         tagged: whether each row's task is tagging.
+        parts: the number of sequences of each row, 1 except for choices and windows.
+        marks: long, (B, T), the marked places as `graftlm.grafts.heads` expects them; None if no row is marked.
     """
 
     input_ids: Tensor
@@ -47,9 +51,11 @@ class TaskBatch:
     task: Tensor
     targets: list[Tensor] | None
     tagged: list[bool]
+    parts: list[int]
+    marks: Tensor | None = None
 
     def __len__(self) -> int:
-        return self.input_ids.shape[0]
+        return len(self.parts)
 
     def rows(self, rows: slice) -> TaskBatch:
         """Return some of the rows, such as a micro-batch, without the columns in which all of them are padded.
@@ -57,8 +63,11 @@ class TaskBatch:
         Args:
             rows: which rows, as a slice with a step of 1.
         """
-        attention_mask = self.attention_mask[rows]
         tagged = self.tagged[rows]
+        parts = self.parts[rows]
+        first = sum(self.parts[: rows.indices(len(self))[0]])
+        sequences = slice(first, first + sum(parts))
+        attention_mask = self.attention_mask[sequences]
         width = int(attention_mask.sum(1).max()) if len(attention_mask) else 0
         targets = None
         if self.targets is not None:
@@ -66,12 +75,14 @@ class TaskBatch:
             for target, of_tokens in zip(self.targets[rows], tagged, strict=True):
                 targets.append(target[:width] if of_tokens else target)
         return TaskBatch(
-            input_ids=self.input_ids[rows, :width],
+            input_ids=self.input_ids[sequences, :width],
             attention_mask=attention_mask[:, :width],
-            token_type_ids=None if self.token_type_ids is None else self.token_type_ids[rows, :width],
+            token_type_ids=None if self.token_type_ids is None else self.token_type_ids[sequences, :width],
             task=self.task[rows],
             targets=targets,
             tagged=tagged,
+            parts=parts,
+            marks=None if self.marks is None else self.marks[sequences, :width],
         )
 
     def to(self, device: torch.device | str) -> TaskBatch:
@@ -82,13 +93,15 @@ class TaskBatch:
         token_type_ids = self.token_type_ids
         if token_type_ids is not None:
             token_type_ids = token_type_ids.to(device, non_blocking=True)
-        return TaskBatch(
+        marks = self.marks
+        if marks is not None:
+            marks = marks.to(device, non_blocking=True)
+        return replace(
+            self,
             input_ids=self.input_ids.to(device, non_blocking=True),
             attention_mask=self.attention_mask.to(device, non_blocking=True),
             token_type_ids=token_type_ids,
-            task=self.task,
-            targets=self.targets,
-            tagged=self.tagged,
+            marks=marks,
         )
 
     def prediction_inputs(self) -> dict[str, Any]:
@@ -96,7 +109,13 @@ class TaskBatch:
         inputs: dict[str, object] = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
         if self.token_type_ids is not None:
             inputs["token_type_ids"] = self.token_type_ids
-        inputs["extras"] = {"task": self.task, "padding": "right"}
+        extras: dict[str, object] = {"task": self.task, "padding": "right"}
+        if len(self) < len(self.input_ids):
+            extras["task"] = self.task.repeat_interleave(torch.tensor(self.parts))
+            extras["parts"] = self.parts
+        if self.marks is not None:
+            extras["marks"] = self.marks
+        inputs["extras"] = extras
         return inputs
 
     def inputs(self) -> dict[str, Any]:
@@ -127,23 +146,29 @@ def collate_rows(rows: Sequence[TaskRow], pad_id: int) -> TaskBatch:
     ordered = sorted(rows, key=_negative_length)
     width = len(ordered[0][0])
     encoded = [row for row, _, _ in ordered]
+    sequences = [sequence for row in encoded for sequence in row.sequences]
     tagged = [spec.type == "tagging" for _, spec, _ in ordered]
     token_type_ids = None
-    if any(row.segments is not None for row in encoded):
-        segments = [np.zeros(len(row)) if row.segments is None else row.segments for row in encoded]
+    if any(row.segments is not None for row in sequences):
+        segments = [np.zeros(len(row.ids)) if row.segments is None else row.segments for row in sequences]
         token_type_ids = _padded(segments)
+    marks = None
+    if any(row.marks is not None for row in sequences):
+        marks = _padded([np.zeros(len(row.ids)) if row.marks is None else row.marks for row in sequences])
     targets = []
     for row, of_tokens in zip(encoded, tagged, strict=True):
         if row.target is not None:
             padding = (0, width - len(row))
             targets.append(functional.pad(row.target, padding, value=IGNORED) if of_tokens else row.target)
     return TaskBatch(
-        input_ids=_padded([row.ids for row in encoded], pad_id),
-        attention_mask=_padded([np.ones(len(row)) for row in encoded]),
+        input_ids=_padded([row.ids for row in sequences], pad_id),
+        attention_mask=_padded([np.ones(len(row.ids)) for row in sequences]),
         token_type_ids=token_type_ids,
         task=torch.tensor([number for _, _, number in ordered]),
         targets=targets if len(targets) == len(rows) else None,
         tagged=tagged,
+        parts=[len(row.sequences) for row in encoded],
+        marks=marks,
     )
 
 
@@ -163,16 +188,26 @@ def batches_by_length(rows: Sequence[TaskRow], size: int, pad_id: int) -> Iterat
 
     Args:
         rows: the rows.
-        size: maximum number of rows of a batch.
+        size: maximum number of sequences of a batch; a row with more of them has a batch of its own.
         pad_id: the token id of padding.
 
     Yields:
         The indices of a batch's rows in `rows`, in the order of the batch, and the batch.
     """
     order = sorted(range(len(rows)), key=lambda index: _negative_length(rows[index]))
-    for start in range(0, len(order), size):
-        indices = order[start : start + size]
-        yield indices, collate_rows([rows[index] for index in indices], pad_id)
+    indices: list[int] = []
+    count = 0
+    for index in order:
+        encoded, _, _ = rows[index]
+        parts = len(encoded.sequences)
+        if indices and count + parts > size:
+            yield indices, collate_rows([rows[number] for number in indices], pad_id)
+            indices = []
+            count = 0
+        indices.append(index)
+        count += parts
+    if indices:
+        yield indices, collate_rows([rows[number] for number in indices], pad_id)
 
 
 class LabelledMixture:
@@ -221,8 +256,7 @@ class LabelledMixture:
         for name, task in rows.items():
             encoded = encoder.encode(task, training=True)
             self.tasks[name] = encoded
-            if encoded.cut:
-                self.notes.append(_truncation_note(name, encoded, len(task), encoder.length))
+            self.notes += _length_notes(name, encoded, task, encoder.length)
         sizes = {name: len(task) for name, task in self.tasks.items()}
         config = _fit_policy(sampler, rows, score)
         self.sampler = TaskSampler(sizes, config, batch_size, seed, steps)
@@ -292,6 +326,10 @@ class LabelledMixture:
                 target = None if row.target is None else row.target.tolist()
                 digest.update(row.ids.tobytes())
                 digest.update(repr(target).encode())
+                for sequence in row.more:
+                    digest.update(sequence.ids.tobytes())
+                if row.marks is not None:
+                    digest.update(row.marks.tobytes())
         return digest.hexdigest()
 
     def _row(self, pick: Pick) -> TaskRow:
@@ -325,7 +363,8 @@ class LabelledMixture:
 def largest_entropy(spec: TaskSpec) -> float:
     """Return the entropy of a task's uniform prediction in nats, H'_t in `graftlm.data.samplers`.
 
-    It is log C for C classes, C log 2 for C labels of a multi-label task, and log 2 for tasks without labels.
+    It is log C for C classes, C log 2 for C labels of a multi-label task, and log 2 for tasks without labels, which is
+    that of two choices: the number of choices differs between rows.
     """
     labels = len(spec.labels)
     if spec.type == "multi-label":
@@ -356,10 +395,18 @@ def _fit_policy(config: SamplerConfig, rows: Mapping[str, TaskRows], score: Scor
     return config.model_copy(update={"fixed": fixed})
 
 
-def _truncation_note(name: str, task: EncodedTask, n_rows: int, length: int) -> str:
-    """Return a warning about truncated rows of a task that had `n_rows` rows before it was encoded."""
-    note = f"Rows of the task {name} with more than {length} tokens are cut at their end: {task.cut:,} of {n_rows:,}."
-    left_out = n_rows - len(task)
-    if left_out:
-        note += f" Rows that are left out because this cuts their answer: {left_out:,}."
-    return note
+def _length_notes(name: str, task: EncodedTask, rows: TaskRows, length: int) -> Iterator[str]:
+    """Yield a warning about the truncated or windowed rows of a task, and about those that can't be learned from."""
+    left_out = ""
+    if task.left_out:
+        left_out = f" Rows that are left out because this cuts their answer or marked place: {task.left_out:,}."
+    if task.windowed:
+        yield (
+            f"Rows of the task {name} with more than {length} tokens are read in windows: {task.windowed:,} of "
+            f"{len(rows):,}, which makes {len(task):,} rows in all.{left_out}"
+        )
+    elif task.cut:
+        yield (
+            f"Rows of the task {name} with more than {length} tokens are cut at their end: {task.cut:,} of "
+            f"{len(rows):,}.{left_out}"
+        )

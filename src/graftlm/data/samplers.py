@@ -5,6 +5,7 @@ A task t has D_t rows, and H is the entropy of a prediction in nats. The policie
     uniform       q(t) = 1 / T for T tasks
     size          q(t) = D_t / sum of D_s
     temperature   q(t) = D_t^alpha / sum of D_s^alpha                                                      (eq. 1.7)
+    annealed      the same with alpha = 1 - 0.8 s / (S - 1) in step s = 0 .. S - 1 (Stickland and Murray 2019, by epoch)
     entropy       q(t) = H_t^beta / sum of H_s^beta, H_t the mean entropy of the task's latest predictions (eq. 1.8)
     uncertainty   the b candidates of all tasks with the largest H / H'_t, H'_t = log C_t for C_t classes  (algorithm 1)
 
@@ -35,6 +36,7 @@ _TASKS = 1
 _ROWS = 2
 _NEVER = -1
 _ALPHAS = {"uniform": 0.0, "size": 1.0}  # exponents of the sizes of tasks
+_ANNEALED = 0.8  # by how much annealed sampling lowers the exponent in a run
 
 
 class SamplerConfig(Config):
@@ -54,7 +56,7 @@ class SamplerConfig(Config):
         keep: for `uncertainty`: number of steps for which a score is reused; 0 scores every candidate anew.
     """
 
-    policy: Literal["uniform", "size", "temperature", "entropy", "uncertainty"] = "uniform"
+    policy: Literal["uniform", "size", "temperature", "annealed", "entropy", "uncertainty"] = "uniform"
     alpha: float = Field(0.5, ge=0, le=1)
     beta: float = Field(1.0, gt=0)
     task_mean: bool = False
@@ -84,15 +86,17 @@ class TaskSampler:
         config: the policy.
         batch_size: number of rows of a batch, b in the table of the module.
         seed: seed of all random numbers.
-        steps: number of steps of the run, at least 1, over which `passes` are spread. None ignores `passes`.
+        steps: number of steps of the run, at least 1, over which `passes` are spread and the policy `annealed` changes.
+            None ignores `passes`.
 
     Attributes:
         step: number of batches that were chosen so far.
 
     Raises:
         DataError: there is no task, a task has no rows, `batch_size` is below 1; `fixed` is set for another policy than
-            `uncertainty`, has an unknown task or a share outside [0, 1), or leaves no rows to the other tasks; or
-            `passes` gives fewer candidates per step than rows of a batch.
+            `uncertainty`, has an unknown task or a share outside [0, 1), or leaves no rows to the other tasks;
+            `passes` gives fewer candidates per step than rows of a batch; or the policy is `annealed` and `steps` is
+            None.
     """
 
     def __init__(
@@ -105,6 +109,11 @@ class TaskSampler:
     ) -> None:
         _check_sizes(sizes, batch_size)
         _check_fixed(sizes, config)
+        if config.policy == "annealed" and steps is None:
+            raise DataError(
+                "The policy annealed changes with the steps of a run, but steps is None: give the number of steps, or "
+                "set policy to temperature."
+            )
         if config.policy == "uncertainty" and steps is not None:
             _check_passes(sizes, config, batch_size, steps)
         self.sizes = dict(sizes)
@@ -231,8 +240,14 @@ class TaskSampler:
             if len(self._entropy) < len(self.sizes):
                 return {}
             return {task: self._entropy[task] ** self.config.beta for task in self.sizes}
-        alpha = _ALPHAS.get(policy, self.config.alpha)
+        alpha = self._annealed_alpha() if policy == "annealed" else _ALPHAS.get(policy, self.config.alpha)
         return {task: size**alpha for task, size in self.sizes.items()}
+
+    def _annealed_alpha(self) -> float:
+        """Return the exponent of annealed sampling in this step, from 1 in the first to 0.2 in the last step."""
+        assert self._steps is not None, "the policy was checked"
+        progress = self.step / max(1, self._steps - 1)
+        return 1 - _ANNEALED * min(1.0, progress)
 
     def report(self) -> dict[str, Any]:
         """Return the choices so far, as plain JSON values.

@@ -98,21 +98,43 @@ def _read_json(
     optional: Collection[str],
 ) -> Iterator[LocatedValues]:
     """Read JSON lines, or a list if the file begins with a bracket."""
+    for row, where in _parsed_rows(path):
+        yield values_of(row, columns, where, owner, optional), where
+
+
+def read_objects(path: Path) -> Iterator[tuple[dict[str, object], str]]:
+    """Yield the objects of a JSON file, and the location of each.
+
+    Args:
+        path: a file of JSON lines or a JSON list, which may be gzipped.
+
+    Raises:
+        DataError: the suffix is not that of JSON, or the file can't be read or is not valid.
+    """
+    if file_suffix(path) not in JSON_SUFFIXES:
+        expected = ", ".join(JSON_SUFFIXES)
+        raise DataError(f"{path} is not a JSON file: give a file that ends in {expected}, optionally followed by .gz.")
+    with read_errors(path):
+        for row, where in _parsed_rows(path):
+            if not isinstance(row, dict):
+                raise DataError(f"{where} is {type_name(row)}, but an object is expected: correct the row.")
+            yield row, where
+
+
+def _parsed_rows(path: Path) -> Iterator[tuple[object, str]]:
+    """Yield the values of JSON lines, or of a list if the file begins with a bracket, and their locations."""
     with open_binary(path) as file:
         beginning = file.read(4096).removeprefix(BYTE_ORDER_MARK)
         file.seek(0)
         if beginning.lstrip().startswith(b"["):
             rows = _parse_json(file.read(), str(path))
             for number, row in enumerate(rows, start=1):
-                where = f"{path}: row {number}"
-                yield values_of(row, columns, where, owner, optional), where
+                yield row, f"{path}: row {number}"
             return
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}: line {number}"
-            row = _parse_json(line.rstrip(), where)
-            yield values_of(row, columns, where, owner, optional), where
+            if line.strip():
+                where = f"{path}: line {number}"
+                yield _parse_json(line.rstrip(), where), where
 
 
 def _parse_json(data: bytes, where: str) -> Any:

@@ -31,7 +31,8 @@ def task_diagnostics(
 ) -> dict[str, object]:
     """Return the errors of predicted numbers, or the confusion and the calibration of predicted labels.
 
-    With multi-label, each label counts as x or not x. With tagging, each word counts. A span is exact or other.
+    With multi-label, each label counts as x or not x. With tagging, each word counts. A span is exact or other. The
+    label of a choice is its number.
 
     Args:
         spec: the specification of the task.
@@ -83,7 +84,7 @@ def _decisions(spec: TaskSpec, target: Any, prediction: Prediction) -> Iterator[
         predicted = "exact" if is_exact(target, prediction.value) else "other"
         yield _Decision("exact", predicted, prediction.probability)
     else:
-        yield _Decision(target, prediction.value, prediction.probability)
+        yield _Decision(str(target), str(prediction.value), prediction.probability)
 
 
 def calibration(probabilities: Sequence[float], right: Sequence[bool]) -> dict[str, object]:

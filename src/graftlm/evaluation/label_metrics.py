@@ -1,6 +1,8 @@
 """Metrics of predictions on labelled rows.
 
     classification   accuracy; macro_f1; matthews (Matthews correlation coefficient)
+    marked           the same
+    choice           accuracy
     regression       pearson, spearman; 0 where all predictions or all labels are equal
     multi-label      micro_f1 and macro_f1 over labels
     tagging          entity_f1 (an entity counts when its words and type match); accuracy of words
@@ -153,6 +155,10 @@ _METRICS: dict[tuple[str, str], Callable[..., float]] = {
     ("classification", "accuracy"): partial(sklearn_metric, "accuracy_score"),
     ("classification", "macro_f1"): partial(sklearn_metric, "f1_score", average="macro", zero_division=0),
     ("classification", "matthews"): partial(sklearn_metric, "matthews_corrcoef"),
+    ("marked", "accuracy"): partial(sklearn_metric, "accuracy_score"),
+    ("marked", "macro_f1"): partial(sklearn_metric, "f1_score", average="macro", zero_division=0),
+    ("marked", "matthews"): partial(sklearn_metric, "matthews_corrcoef"),
+    ("choice", "accuracy"): partial(sklearn_metric, "accuracy_score"),
     ("regression", "pearson"): partial(_correlation, "pearsonr"),
     ("regression", "spearman"): partial(_correlation, "spearmanr"),
     ("multi-label", "micro_f1"): partial(_multi_label_f1, "micro"),

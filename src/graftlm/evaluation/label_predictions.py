@@ -30,9 +30,10 @@ class Prediction:
     """A model's prediction for one row.
 
     Attributes:
-        value: a label, a number, a tuple of labels, a tag per word, or an `AnswerSpan` with its text.
-        probability: the probability of the label or of the span's two ends; for tagging that of each word's tag, NaN
-            for a word without a token; None for other types.
+        value: a label, a number, the number of a choice, a tuple of labels, a tag per word, or an `AnswerSpan` with its
+            text.
+        probability: the probability of the label, the choice, or the span's two ends; for tagging that of each word's
+            tag, NaN for a word without a token; None for other types.
         probabilities: the probability of each label, for multi-label.
         truncated: whether the row had more tokens than the model read.
     """
@@ -55,8 +56,10 @@ class Prediction:
         return values
 
     def _values(self, spec: TaskSpec, row: LabelledRow) -> dict[str, object]:
-        if spec.type == "classification":
+        if spec.type in ("classification", "marked"):
             return {"label": self.value, "probability": self.probability}
+        if spec.type == "choice":
+            return {"choice": self.value, "text": row.choices[self.value], "probability": self.probability}
         if spec.type == "regression":
             return {"value": self.value}
         if spec.type == "multi-label":
@@ -105,7 +108,7 @@ def predict_labelled(
         encoder: turns rows into tokens.
         task: the task's rows and specification.
         number: the number of the task's head in the model.
-        batch_size: rows per batch; it affects speed and memory only.
+        batch_size: sequences per batch, of which most rows have one; it affects speed and memory only.
 
     Raises:
         EvaluationError: a prediction is not finite.
@@ -114,11 +117,16 @@ def predict_labelled(
     rows = [(row, task.spec, number) for row in encoded.rows]
     predictions: dict[int, Prediction] = {}
     for indices, batch in batches_by_length(rows, batch_size, padding_id(encoder.tokenizer)):
-        # All outputs are of one task and so of one shape: stacking them makes one transfer from the device.
-        outputs = torch.stack(list(predict(batch))).float().cpu()
-        for index, output in zip(indices, outputs, strict=True):
+        for index, output in zip(indices, _on_cpu(predict(batch)), strict=True):
             predictions[index] = decode_prediction(task.spec, task.rows[index], encoded.rows[index], output)
     return [predictions[index] for index in range(len(encoded))]
+
+
+def _on_cpu(outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return outputs on the CPU, by one transfer if they have one shape."""
+    if len({output.shape for output in outputs}) == 1:
+        return torch.stack(list(outputs)).float().cpu().unbind(0)
+    return [output.float().cpu() for output in outputs]
 
 
 def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, output: Tensor) -> Prediction:
@@ -126,20 +134,20 @@ def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, out
 
     For multi-label, every label with a probability of at least one half is predicted. For tagging, a word without a
     token, or after the truncation, is outside. For span, the likeliest pair of ends in the context is predicted, at
-    most 30 tokens apart.
+    most 30 tokens apart. Of several windows the one with the largest probability of its pair is taken, in a softmax
+    over all tokens of the window, in which the first one stands for no answer.
 
     Args:
         spec: the specification of the task.
         row: the labelled row, which names its place in messages and has the text of spans.
         encoded: the row's tokens, with the positions of its words.
-        output: the model's output: (outputs,), or (T, outputs) for tagging and span.
+        output: the model's output, with the shape of the table in `graftlm.grafts.heads`.
 
     Raises:
         EvaluationError: the output is not finite.
     """
     logits = output.float().cpu()
-    used = logits[: len(encoded)] if spec.of_tokens else logits
-    if not torch.isfinite(used).all():
+    if not all(bool(torch.isfinite(used).all()) for used in _used(spec, encoded, logits)):
         raise EvaluationError(
             f"The model's prediction for {row.where} is NaN or infinite, because weights are damaged or activations "
             "overflow: load the model in float32 or bfloat16 (dtype), restore its weights, or train with a lower "
@@ -149,12 +157,22 @@ def decode_prediction(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, out
     return replace(prediction, truncated=encoded.truncated)
 
 
+def _used(spec: TaskSpec, encoded: EncodedRow, logits: Tensor) -> list[Tensor]:
+    """Return the logits of a row without those of padding, for each of its windows."""
+    if not spec.of_tokens:
+        return [logits]
+    if not encoded.more:
+        return [logits[: len(encoded)]]
+    return [window[: len(sequence.ids)] for window, sequence in zip(logits, encoded.sequences, strict=True)]
+
+
 def _decode(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, logits: Tensor) -> Prediction:
     """Return the prediction of finite logits, without its field `truncated`."""
-    if spec.type == "classification":
+    if spec.type in ("classification", "marked", "choice"):
         probabilities = logits.softmax(-1)
         best = int(probabilities.argmax())
-        return Prediction(spec.labels[best], float(probabilities[best]))
+        value = best if spec.type == "choice" else spec.labels[best]
+        return Prediction(value, float(probabilities[best]))
     if spec.type == "regression":
         return Prediction(float(logits))
     if spec.type == "multi-label":
@@ -163,7 +181,7 @@ def _decode(spec: TaskSpec, row: LabelledRow, encoded: EncodedRow, logits: Tenso
         return Prediction(chosen, probabilities=by_label)
     assert encoded.alignment is not None, "rows of tags and spans are encoded with positions"
     if spec.type == "span":
-        return _best_span(logits[: len(encoded)], encoded.alignment, row.texts[1])
+        return _best_window(_used(spec, encoded, logits), encoded.sequences, row.texts[1])
     return _best_tags(spec, logits, encoded.alignment)
 
 
@@ -191,19 +209,39 @@ def _best_tags(spec: TaskSpec, logits: Tensor, first_tokens: np.ndarray) -> Pred
     return Prediction(tuple(tags), tuple(tag_probabilities))
 
 
-def _best_span(logits: Tensor, offsets: np.ndarray, context: str) -> Prediction:
-    """Return the likeliest span.
+def _best_window(logits: Sequence[Tensor], windows: Sequence[EncodedRow], context: str) -> Prediction:
+    """Return the likeliest span of all windows; the first of equal ones.
+
+    Args:
+        logits: of the start and the end at each token, (tokens, 2) for each window.
+        windows: the tokens of each window.
+        context: the text.
+    """
+    candidates = []
+    for values, window in zip(logits, windows, strict=True):
+        assert window.alignment is not None, "rows of span tasks are aligned"
+        in_context = window.alignment[:, 1] > 0
+        # A single window must have the answer, so that its other tokens do not count.
+        counted = np.flatnonzero(in_context) if len(windows) == 1 else np.arange(len(window.ids))
+        candidates.append(_best_span(values, window.alignment, counted, context))
+    return max(candidates, key=lambda candidate: candidate.probability)
+
+
+def _best_span(logits: Tensor, offsets: np.ndarray, counted: np.ndarray, context: str) -> Prediction:
+    """Return the likeliest span of a window.
 
     Args:
         logits: of the start and the end at each token, (tokens, 2).
         offsets: range of characters of each token in the context, (tokens, 2).
+        counted: numbers of the tokens over which the softmax is taken, which include all of the context.
         context: the text.
     """
     tokens = np.flatnonzero(offsets[:, 1] > 0)
     count = len(tokens)
     if not count:
         return Prediction(AnswerSpan(0, 0, ("",)), 0.0)
-    start, end = logits[tokens].log_softmax(0).double().numpy().T
+    is_context = np.isin(counted, tokens)
+    start, end = logits[counted].log_softmax(0).double().numpy()[is_context].T
     positions = np.arange(count)
     distance = positions[None, :] - positions[:, None]
     allowed = (distance >= 0) & (distance < MAX_ANSWER_TOKENS)

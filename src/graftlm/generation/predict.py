@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from graftlm.backbone import Backbone
-from graftlm.data.labelled import LabelledConfig, LabelledRow, TaskRows, check_not_empty, read_held_out_rows
+from graftlm.data.labelled import (
+    LabelledConfig,
+    LabelledRow,
+    TaskRows,
+    input_columns,
+    read_held_out_rows,
+    read_inputs,
+)
+from graftlm.data.list_cells import looks_like_list
+from graftlm.data.published_forms import read_form
 from graftlm.data.row_encoder import RowEncoder
 from graftlm.data.table_files import check_text, is_table, read_values
 from graftlm.errors import ArtifactError, DataError, RecipeError, did_you_mean
@@ -178,13 +188,15 @@ def predict_rows(
     """
     spec = task_graft.task(name)
     encoder = task_graft.encoder
+    stride = task_graft.config(name).stride
     number = list(task_graft.tasks).index(name)
     iterator = iter(rows)
     with GraftedModel(task_graft.backbone, {"graft": task_graft.graft}) as model:
         predict = predictor(model)
         while chunk := list(islice(iterator, _CHUNK_ROWS)):
             _check_rows(chunk)
-            predictions = predict_labelled(predict, encoder, TaskRows(spec, chunk), number, batch_size=batch_size)
+            task = TaskRows(spec, chunk, stride=stride)
+            predictions = predict_labelled(predict, encoder, task, number, batch_size=batch_size)
             for prediction, row in zip(predictions, chunk, strict=True):
                 yield prediction.to_json(spec, row)
 
@@ -200,13 +212,15 @@ def _check_rows(rows: Sequence[object]) -> None:
 def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] = ()) -> Iterator[LabelledRow]:
     """Read rows without labels from a table, from the lines of a text file, or from stdin.
 
-    A line is a text, or two texts separated by a tab. Words to tag are separated by white space.
+    A line is a text, or two texts separated by a tab, followed by a tab and each choice, or by a tab and each marked
+    text. Words to tag are separated by white space.
 
     Args:
         config: the config of the task.
         source: a table, a text file, or `-` for stdin.
-        columns: the columns of the texts; lines are then JSON objects with these keys. If empty, tables have the
-            columns of the training rows, and lines are plain texts.
+        columns: the columns of the texts; lines are then JSON objects with these keys, and with those of choices or
+            marked places. If empty, tables have the columns or the published form of the training rows, and lines are
+            plain texts.
 
     Raises:
         DataError: the number of columns is wrong, the source can't be read, or a row lacks a text.
@@ -217,16 +231,44 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
             f"The number of text columns is {len(texts)}, but the task expects {len(config.texts)} "
             f"({', '.join(config.texts)}): name one column per text (--text-column)."
         )
+    names = [*texts, *config.part_columns]
     if source != "-" and is_table(Path(source)) and Path(source).is_file():
-        keys = {f"text.{i}": name for i, name in enumerate(texts)}
-        for values, where in read_values(Path(source), keys, "task", config.columns):
-            yield read_question(config, values, texts, where)
+        for values, where in _read_table(Path(source), config, texts, published=not columns):
+            yield read_question(config, values, names, where)
         return
     origin = "stdin" if source == "-" else source
     for number, line in enumerate(_lines_of(source), start=1):
         if line.strip():
             where = f"{origin}: line {number}"
-            yield read_question(config, _parse_line(line, config, columns, where), texts, where)
+            yield read_question(config, _parse_line(line, config, names if columns else (), where), names, where)
+
+
+def _read_table(
+    path: Path,
+    config: LabelledConfig,
+    texts: Sequence[str],
+    *,
+    published: bool,
+) -> Iterator[tuple[Sequence[object], str]]:
+    """Yield the values of the texts, choices and marked places of a table, and the location of each row.
+
+    Args:
+        path: the table.
+        config: the config of the task.
+        texts: the columns of the texts.
+        published: whether the table has the task's published form, if it has one.
+    """
+    if published and config.form is not None and config.form != "glue":
+        skipped = Counter[str]()
+        for values, where in read_form(path, config.form, skipped):
+            if skipped:
+                break
+            yield values[:-1], where
+        if skipped:
+            raise DataError(f"{path} has {next(iter(skipped))}, which can't be predicted in this form: remove them.")
+        return
+    columns = input_columns(texts, config.part_columns, config.type)
+    yield from read_values(path, columns, "task", config.columns)
 
 
 def _lines_of(source: str) -> Iterator[str]:
@@ -247,7 +289,7 @@ def _lines_of(source: str) -> Iterator[str]:
 
 
 def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where: str) -> Sequence[object]:
-    """Return the texts of a line."""
+    """Return the texts of a line, and its choices or marked places."""
     if columns:
         try:
             values = json.loads(line)
@@ -257,9 +299,19 @@ def _parse_line(line: str, config: LabelledConfig, columns: Sequence[str], where
                 f"{where} is not a JSON object with {' and '.join(columns)}: write one such object per line, or leave "
                 "out --text-column to read plain lines."
             ) from None
-    if len(config.texts) > 1:
+    if len(config.texts) > 1 or config.part_columns:
         return line.split("\t")
     return [line]
+
+
+def _with_list(config: LabelledConfig, values: Sequence[object]) -> Sequence[object]:
+    """Return values in which choices of the only column of choices are a list, even if each was given by itself."""
+    count = len(config.texts)
+    if len(config.part_columns) != 1 or len(values) < count or isinstance(values[-1], list):
+        return values
+    if len(values) == count + 1 and looks_like_list(str(values[-1])):
+        return values
+    return [*values[:count], list(values[count:])]
 
 
 def read_question(config: LabelledConfig, values: Sequence[object], names: Sequence[str], where: str) -> LabelledRow:
@@ -267,14 +319,15 @@ def read_question(config: LabelledConfig, values: Sequence[object], names: Seque
 
     Args:
         config: the config of the task.
-        values: the texts, one per name; for tagging, a text, whose words are separated by white space, or a list of
-            words.
-        names: the columns of the texts, for error messages.
+        values: the texts, one per name, followed by the choices or the marked places; for tagging, a text, whose words
+            are separated by white space, or a list of words.
+        names: the columns of the values, for error messages.
         where: file and line of the row, for error messages.
 
     Raises:
         DataError: the number of values differs from that of the names, or a value can't be read.
     """
+    values = _with_list(config, values)
     if len(values) != len(names):
         raise DataError(
             f"{where}: the number of texts is {len(values)}, but {len(names)} is expected: give one for each of "
@@ -284,7 +337,5 @@ def read_question(config: LabelledConfig, values: Sequence[object], names: Seque
         words = values[0].split() if isinstance(values[0], str) else values[0]
         if not isinstance(words, list) or not words:
             raise DataError(f"{where} has no words in the column {names[0]!r}: give a text, or a list of words.")
-        texts = [check_text(word, names[0], where) for word in words]
-    else:
-        texts = [check_not_empty(value, name, where) for value, name in zip(values, names, strict=True)]
-    return LabelledRow(tuple(texts), None, where)
+        return LabelledRow(tuple(check_text(word, names[0], where) for word in words), None, where)
+    return read_inputs(config, values, names, where)

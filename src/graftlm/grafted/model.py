@@ -535,8 +535,8 @@ class GraftedModel(TrainerSupport):
         Args:
             input_ids: (B, T) token ids.
             attention_mask: (B, T), 1 for real tokens; padding may be on either side. None when all tokens are real.
-            extras: other inputs of grafts, by name: `task` (B,), the index of each row's task, if the graft has several
-                tasks.
+            extras: other inputs of grafts, by name: `task` (B,), the index of each sequence's task, if the graft has
+                several tasks; `parts` and `marks` of `grafts.heads` for rows of several sequences and marked rows.
             kwargs: passed to the model, such as `token_type_ids`.
 
         Returns:

@@ -243,7 +243,7 @@ class HasHeads(ABC):
         """Predict each row.
 
         Args:
-            call: the pass, whose `extras["task"]` has each row's task.
+            call: the pass, whose `extras["task"]` has each sequence's task.
             hidden: (B, T, D), the backbone's last hidden states.
 
         Returns:

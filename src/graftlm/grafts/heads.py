@@ -5,12 +5,19 @@ in one batch. Predictions and targets are lists with an entry per row, since the
 
     type             prediction              target            loss of a row
     classification   (C,) logits             () long           cross-entropy
+    marked           (C,) logits             () long           cross-entropy
+    choice           (N,) logits             () long           cross-entropy over the N choices of the row
     regression       () in the task's unit   () float          squared error
     multi-label      (C,) logits             (C,) float        mean binary cross-entropy
     tagging          (T, C) logits           (T,) long         mean cross-entropy of the tokens that are not -100
     span             (T, 2) logits           (2,) long         mean cross-entropy of first and last token
 
-Shape suffixes: B rows, R rows of one task, T tokens, D the backbone's width, C labels.
+A row is one sequence of tokens, or several: a choice has one for each of its choices, whose Linear gives each a single
+logit, and a span of a long context one for each window, whose prediction is then (windows, T, 2). A marked row has two
+marked places. Its Linear reads the row's vector and the mean states of both places, 3 D inputs: no token is inserted,
+since the frozen encoder knows no embedding for one.
+
+Shape suffixes: B sequences, R sequences or rows of one task, T tokens, D the backbone's width, C labels.
 """
 
 from __future__ import annotations
@@ -26,13 +33,16 @@ from torch.nn import functional
 from graftlm.config import Config
 from graftlm.errors import GraftError
 
-TaskType = Literal["classification", "regression", "multi-label", "tagging", "span"]
+TaskType = Literal["classification", "regression", "multi-label", "tagging", "span", "choice", "marked"]
 Pooling = Literal["first", "mean", "last"]
 IGNORED = -100
+PLACES = 2
+"""Number of marked places of a marked row."""
 FEWEST_LABELS: dict[TaskType, int] = {
     "classification": 2,
     "tagging": 2,
     "multi-label": 1,
+    "marked": 2,
 }
 
 
@@ -41,8 +51,9 @@ class TaskSpec(Config):
 
     Args:
         type: the type of the prediction, which fixes its shape and loss: `classification` chooses one label of a row,
-            `multi-label` any number of them, `tagging` one label of each token; `regression` predicts a number, and
-            `span` the first and the last token of an answer. The last two have no labels.
+            `marked` one label of two marked places, `multi-label` any number of labels, `tagging` one label of each
+            token; `regression` predicts a number, `span` the first and the last token of an answer, and `choice` one
+            of the row's own choices. The last three have no labels.
         labels: the classes, in order.
         range: for regression, the lowest and the highest target of the training rows; the head's outputs 0 and 1 are
             mapped to them.
@@ -70,12 +81,17 @@ class TaskSpec(Config):
 
     @property
     def outputs(self) -> int:
-        """The number of outputs of the head's Linear per row, or per token for tagging and span."""
-        if self.type == "regression":
+        """The number of outputs of the head's Linear per sequence, or per token for tagging and span."""
+        if self.type in ("regression", "choice"):
             return 1
         if self.type == "span":
             return 2
         return len(self.labels)
+
+    @property
+    def inputs(self) -> int:
+        """The number of vectors that the head's Linear reads at once: three for marked, otherwise one."""
+        return 1 + PLACES if self.type == "marked" else 1
 
     @property
     def unit(self) -> float:
@@ -87,14 +103,15 @@ class TaskSpec(Config):
     def chance_loss(self) -> float:
         """The loss of a row for an uninformed prediction.
 
-        It is log C nats for classification, the variance of a uniform target for regression, and 1 for span. For
-        tagging and multi-label it is log 2, because most labels are absent (most words are outside all entities).
+        It is log C nats for classification and marked, the variance of a uniform target for regression, and 1 for
+        span. For tagging and multi-label it is log 2, because most labels are absent (most words are outside all
+        entities). For choice it is that of two choices; scaled losses use the number of choices of each row.
         """
         if self.type == "regression":
             return self.unit**2 / 12
         if self.type == "span":
             return 1.0
-        if self.type == "classification":
+        if self.type in ("classification", "marked"):
             return math.log(len(self.labels))
         return math.log(2)
 
@@ -147,7 +164,7 @@ class Heads(nn.Module):
         problem = self._name_problem(name)
         if problem:
             raise GraftError(f"The task name {name!r} {problem}: choose another name.")
-        linear = nn.Linear(self.width, spec.outputs)
+        linear = nn.Linear(self.width * spec.inputs, spec.outputs)
         nn.init.normal_(linear.weight, std=0.02)
         nn.init.zeros_(linear.bias)
         self.linears[task_key(name)] = linear
@@ -164,25 +181,37 @@ class Heads(nn.Module):
         return ""
 
     def linear(self, name: str) -> nn.Linear:
-        """Return the Linear (D to the outputs of the task) of a task by the task's name."""
+        """Return the Linear of a task by the task's name; it maps D, or 3 D for marked, to the outputs of the task."""
         return self.linears[task_key(name)]  # type: ignore[return-value]  # a ModuleDict holds modules
 
-    def forward(self, hidden_BTD: Tensor, token_mask_BT: Tensor | None, task_B: Tensor | None) -> list[Tensor]:
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        token_mask_BT: Tensor | None,
+        task_B: Tensor | None,
+        *,
+        parts: Sequence[int] | None = None,
+        marks_BT: Tensor | None = None,
+    ) -> list[Tensor]:
         """Predict each row with the head of its task.
 
         Padding is excluded: its span logits are the lowest value of the dtype. Tagging logits of padding have no
-        meaning.
+        meaning. A marked place without tokens has zeros in place of its mean state.
 
         Args:
             hidden_BTD: (B, T, D), the backbone's last hidden states.
             token_mask_BT: (B, T), True for real tokens; None when all tokens are real.
-            task_B: (B,) long, the index of each row's task; None when all rows have the first task.
+            task_B: (B,) long, the index of each sequence's task; None when all have the first task.
+            parts: the number of sequences of each row, which follow each other; None when each row has one.
+            marks_BT: (B, T) long, 1 at tokens of a row's first marked place, 2 at those of the second one, 3 at tokens
+                of both, and 0 elsewhere; None when no row is marked.
 
         Returns:
             A prediction per row, in the order of the rows, with the shapes of the table of this module.
 
         Raises:
-            GraftError: there is no task with the index of a row.
+            GraftError: there is no task with the index of a row, `parts` do not sum to B, or rows are marked and there
+                are no marks.
         """
         weight = next(self.linears.parameters())
         hidden_BTD = hidden_BTD.to(weight.dtype)
@@ -190,19 +219,27 @@ class Heads(nn.Module):
             token_mask_BT = hidden_BTD.new_ones(hidden_BTD.shape[:2], dtype=torch.bool)
         token_mask_BT = token_mask_BT.bool()
         vectors_BD = pooled(hidden_BTD, token_mask_BT, self.pooling)
-        predictions: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {}
+        joined: set[int] = set()
         for name, rows_R in self._by_task(task_B, len(hidden_BTD)):
             spec = self.specs[name]
             inputs = _rows(hidden_BTD if spec.of_tokens else vectors_BD, rows_R)
+            if spec.type == "marked":
+                places = _marked_states(name, _rows(hidden_BTD, rows_R), marks_BT, rows_R)
+                inputs = torch.cat([inputs, *places], -1)
             out = self.linear(name)(self.dropout(inputs))
             if spec.type == "regression":
                 lowest = spec.range[0]
                 out = out.squeeze(-1) * spec.unit + lowest
+            elif spec.type == "choice":
+                out = out.squeeze(-1)
+                joined.update(rows_R)
             elif spec.type == "span":
                 padding_RT = ~_rows(token_mask_BT, rows_R)
                 out = out.masked_fill(padding_RT[..., None], torch.finfo(out.dtype).min)
-            predictions.update(zip(rows_R, out.unbind(0), strict=True))
-        return [predictions[row] for row in range(len(predictions))]
+            outputs.update(zip(rows_R, out.unbind(0), strict=True))
+        sequences = [outputs[number] for number in range(len(outputs))]
+        return _joined(sequences, parts, joined)
 
     def losses(
         self,
@@ -217,8 +254,10 @@ class Heads(nn.Module):
         Args:
             predictions: the output of `forward`.
             targets: a target per row, with the shapes of the table of this module.
-            task_B: (B,) long, the index of each row's task; None when all rows have the first task.
-            scaled: divide each loss by the task's `chance_loss`, which gives tasks of all types the same weight.
+            task_B: long, the index of each row's task; None when all rows have the first task. `row_tasks` selects
+                them from those of sequences.
+            scaled: divide each loss by the task's `chance_loss`, and that of N choices by log N, which gives tasks of
+                all types the same weight.
 
         Returns:
             A float32 scalar per row, in nats, or for regression in squared units of the target; if `scaled`, as a
@@ -230,12 +269,13 @@ class Heads(nn.Module):
         losses: dict[int, Tensor] = {}
         for name, rows_R in self._by_task(task_B, len(predictions)):
             spec = self.specs[name]
-            out = torch.stack([predictions[row] for row in rows_R]).float()
-            targets_R = _stacked(targets, rows_R, out.device)
-            values_R = row_losses(spec, out, targets_R)
-            if scaled:
-                values_R = values_R / spec.chance_loss
-            losses.update(zip(rows_R, values_R.unbind(0), strict=True))
+            for alike_R in _by_shape(predictions, rows_R):
+                out = torch.stack([predictions[row] for row in alike_R]).float()
+                targets_R = _stacked(targets, alike_R, out.device)
+                values_R = row_losses(spec, out, targets_R)
+                if scaled:
+                    values_R = values_R / _chance_loss(spec, out)
+                losses.update(zip(alike_R, values_R.unbind(0), strict=True))
         return [losses[row] for row in range(len(predictions))]
 
     def _by_task(self, task_B: Tensor | None, rows: int) -> Iterator[tuple[str, list[int]]]:
@@ -255,6 +295,78 @@ class Heads(nn.Module):
 def task_key(name: str) -> str:
     """Return the key of a task in a ModuleDict, which rejects the names of its own attributes, such as `type`."""
     return f"task:{name}"
+
+
+def row_tasks(task_B: Tensor | None, parts: Sequence[int] | None) -> Tensor | None:
+    """Return the index of each row's task.
+
+    Args:
+        task_B: (B,) long, the index of each sequence's task; None when all have the first task.
+        parts: the number of sequences of each row; None when each row has one.
+    """
+    if task_B is None or parts is None:
+        return task_B
+    ends = torch.tensor(parts).cumsum(0)
+    return task_B[(ends - 1).to(task_B.device)]
+
+
+def _joined(outputs: Sequence[Tensor], parts: Sequence[int] | None, choices: set[int]) -> list[Tensor]:
+    """Return the outputs of sequences as predictions of rows.
+
+    Args:
+        outputs: an output per sequence.
+        parts: the number of sequences of each row; None when each row has one.
+        choices: the numbers of the sequences that are choices, whose outputs are joined even if there is one.
+    """
+    parts = [1] * len(outputs) if parts is None else parts
+    if sum(parts) != len(outputs):
+        raise GraftError(
+            f"The rows of the batch have {sum(parts)} sequences in all (parts), but the batch has {len(outputs)}: give "
+            "the number of sequences of each row."
+        )
+    predictions: list[Tensor] = []
+    start = 0
+    for count in parts:
+        of_row = outputs[start : start + count]
+        is_joined = count > 1 or start in choices
+        predictions.append(torch.stack(list(of_row)) if is_joined else of_row[0])
+        start += count
+    return predictions
+
+
+def _marked_states(
+    name: str,
+    hidden_RTD: Tensor,
+    marks_BT: Tensor | None,
+    rows: Sequence[int],
+) -> list[Tensor]:
+    """Return the mean hidden states (R, D) of the first and of the second marked place of some rows."""
+    if marks_BT is None:
+        raise GraftError(
+            f"The batch has a row of the marked task {name}, but no marks: pass extras={{'marks': tensor}}, with 1 and "
+            "2 at the tokens of the marked places."
+        )
+    marks_RT = _rows(marks_BT, rows).to(hidden_RTD.device)
+    states = []
+    for place in range(PLACES):
+        at_place_RT = (marks_RT >> place) & 1
+        states.append(pooled(hidden_RTD, at_place_RT, "mean"))
+    return states
+
+
+def _by_shape(predictions: Sequence[Tensor], rows: Sequence[int]) -> list[list[int]]:
+    """Return rows in groups whose predictions have one shape."""
+    groups: dict[torch.Size, list[int]] = {}
+    for row in rows:
+        groups.setdefault(predictions[row].shape, []).append(row)
+    return list(groups.values())
+
+
+def _chance_loss(spec: TaskSpec, predictions: Tensor) -> float:
+    """Return the loss at chance of rows of one task; the number of choices is that of the predictions."""
+    if spec.type == "choice":
+        return math.log(max(2, predictions.shape[-1]))
+    return spec.chance_loss
 
 
 def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
@@ -309,7 +421,7 @@ def row_losses(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:
         (R,) losses in nats, or for regression in squared units of the target. A tagging row without labels has the
         loss 0.
     """
-    if spec.type == "classification":
+    if spec.type in ("classification", "marked", "choice"):
         return functional.cross_entropy(predictions, targets, reduction="none")
     if spec.type == "regression":
         return (predictions - targets).square()
@@ -335,7 +447,8 @@ def uncertainty(
 
     | type | uncertainty |
     |---|---|
-    | classification | entropy over log C |
+    | classification, marked | entropy over log C |
+    | choice | entropy over log N for N choices |
     | tagging | maximum over the labeled tokens, since most tokens are outside entities and certain |
     | multi-label | mean entropy of the labels, each over log 2 |
     | regression | absolute error over the task's range, at most 1; None without targets |
@@ -375,13 +488,13 @@ def _uncertainty(spec: TaskSpec, logits: Tensor, targets: Tensor | None) -> Tens
         return entropy.mean(-1) / math.log(2)
     if spec.type == "regression" and targets is not None:
         return _relative_error(spec, logits, targets)
-    if spec.type not in ("classification", "tagging"):
+    if spec.type in ("regression", "span"):
         return None
     log_probabilities = logits.log_softmax(-1)
     entropy = _entropy(log_probabilities) / math.log(logits.shape[-1])
-    if spec.type == "classification":
-        return entropy
-    return _largest_of_labeled(entropy, targets)
+    if spec.type == "tagging":
+        return _largest_of_labeled(entropy, targets)
+    return entropy
 
 
 def _relative_error(spec: TaskSpec, predictions: Tensor, targets: Tensor) -> Tensor:

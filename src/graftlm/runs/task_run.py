@@ -44,7 +44,18 @@ Precision = Literal["fp32", "bf16"]
 SAMPLER = "sampler.json"
 _START_ROWS = 64
 """Number of rows of each task that initialize its head."""
-_MANIFEST_KEYS = ("type", "text", "label", "columns", "separator", "metric")
+_MANIFEST_KEYS = (
+    "type",
+    "text",
+    "label",
+    "columns",
+    "separator",
+    "metric",
+    "choices",
+    "marks",
+    "stride",
+    "form",
+)
 _NAME = re.compile(r"[^\W_][\w-]*")
 _TAKEN = re.compile(r"average|task_sigma|data_share|.*_(ratio|parameters|per_s|bytes|bpb)|old|new|learned|forgotten")
 

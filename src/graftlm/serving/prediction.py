@@ -43,7 +43,7 @@ class PredictRow(Config):
 
     Args:
         task: name of its task.
-        text: a text, a pair of texts, or the words to tag.
+        text: a text, a pair of texts, or the words to tag; texts may be followed by choices or marked texts.
     """
 
     task: str = Field(min_length=1, max_length=500)
@@ -190,16 +190,19 @@ class PredictionEngine(ThreadedEngine):
                 self._predict(self._attached(graft), tasks_of(graft), requests)
 
     def _predict(self, model: GraftedModel, tasks: Mapping[str, TaskSpec], requests: list[ScheduledRequest]) -> None:
-        """Answer requests for predictions in one pass."""
+        """Answer requests for predictions in one pass, or in several if rows have many choices or windows."""
         names = list(tasks)
         inputs = [_input_of(request) for request in requests]
         rows = []
         for head_input in inputs:
             task = head_input.task
             rows.append((head_input.encoded, tasks[task], names.index(task)))
-        ((order, batch),) = batches_by_length(rows, len(rows), padding_id(self._tokenizer))
-        outputs = model.predict(**batch.to(self._backbone.device).prediction_inputs())
-        for index, output in zip(order, outputs, strict=True):
+        outputs: dict[int, torch.Tensor] = {}
+        size = max(len(rows), self.limits.batch_size)
+        for order, batch in batches_by_length(rows, size, padding_id(self._tokenizer)):
+            predicted = model.predict(**batch.to(self._backbone.device).prediction_inputs())
+            outputs.update(zip(order, predicted, strict=True))
+        for index, output in outputs.items():
             head_input = inputs[index]
             spec = tasks[head_input.task]
             values: dict[str, object] = {"task": head_input.task}
@@ -239,8 +242,9 @@ def _head_input(task_graft: TaskGraft, encoder: RowEncoder, row: PredictRow, num
         values = [row.text]
     else:
         values = list(row.text)
-    question = read_question(config, values, config.texts, f"Row {number}")
-    (encoded,) = encoder.encode(TaskRows(spec, [question])).rows
+    names = [*config.texts, *config.part_columns]
+    question = read_question(config, values, names, f"Row {number}")
+    (encoded,) = encoder.encode(TaskRows(spec, [question], stride=config.stride)).rows
     return HeadInput(row.task, question, encoded)
 
 

@@ -23,7 +23,7 @@ from graftlm.grafts.conditional_tasks import modules
 from graftlm.grafts.conditional_tasks.config import ConditionalTasksConfig
 from graftlm.grafts.conditional_tasks.extending import read_trained
 from graftlm.grafts.conditional_tasks.trained_layers import modules_outside, share_of, trained_names, trained_roots
-from graftlm.grafts.heads import Heads, TaskSpec, task_key
+from graftlm.grafts.heads import Heads, TaskSpec, row_tasks, task_key
 from graftlm.grafts.trained_copy import TrainsCopy
 
 if TYPE_CHECKING:
@@ -302,15 +302,22 @@ class ConditionalTasks(TrainsCopy, HasHeads):
         return dict(self.config.tasks)
 
     def predict(self, call: Call, hidden: Tensor) -> list[Tensor]:
-        return self.heads(hidden, call.token_mask, call.extras.get("task"))
+        extras = _extras(call)
+        return self.heads(
+            hidden,
+            call.token_mask,
+            extras.get("task"),
+            parts=extras.get("parts"),
+            marks_BT=extras.get("marks"),
+        )
 
     def target_loss(self, call: Call, hidden: Tensor, targets: Sequence[Tensor]) -> Tensor:
         predictions = self.predict(call, hidden)
-        task_B: Any = call.extras.get("task")
+        extras = _extras(call)
         losses = self.heads.losses(
             predictions,
             targets,
-            task_B,
+            row_tasks(extras.get("task"), extras.get("parts")),
             scaled=self.config.scaled_losses,
         )
         count = len(losses) if call.totals is None else call.totals[0].clamp(min=1)
@@ -497,6 +504,11 @@ class ConditionalTasks(TrainsCopy, HasHeads):
             is_head = name.startswith("heads.")
             scales[name] = self.config.head_rate if is_head else self.config.module_rate
         return scales
+
+
+def _extras(call: Call) -> Mapping[str, Any]:
+    """Return the values of a batch: `task`, `parts` and `marks`, as `Heads` takes them."""
+    return call.extras
 
 
 def _norms(sites: Sites, layer: int) -> list[Site]:
