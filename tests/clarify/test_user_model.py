@@ -27,8 +27,6 @@ from graftlm.pipelines.clarify import (
     open_model,
     open_user_model,
 )
-from graftlm.serving.clarification import ClarifyBody, _continued
-from graftlm.serving.protocol import ServingError
 from tiny import BackboneFolder
 
 FRIEND, POLITE = FRENCH
@@ -196,6 +194,9 @@ def test_a_file_of_exemplars_is_validated(tmp_path: Path, changes: dict[str, Any
 
 
 def test_the_server_opens_no_file_for_a_client(tmp_path: Path) -> None:
+    from graftlm.serving.clarification import ClarifyBody, _continued
+    from graftlm.serving.protocol import ServingError
+
     own = exemplar_file(tmp_path)
     conversation = Conversation.start(TEXT, "translate", "fr", exemplars=own)
     body = ClarifyBody.parse({"model": "m", "conversation": conversation.model_dump(mode="json")})
