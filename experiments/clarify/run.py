@@ -89,7 +89,7 @@ def run(options: Options) -> Results:
         EndpointError: the server failed. The same command continues the run.
     """
     tables = options.chosen(KNOWN, DEFAULT)
-    bill = Bill.read(options.prices, options.user_prices)
+    bill = Bill.read(options.prices, options.user_prices, options.user)
     scorers = [Scorer(argument) for argument in options.scorers]
     is_scripted = options.endpoint == SCRIPTED
     limit = _limit(options)
@@ -146,7 +146,10 @@ def _model_rows(
         details["user"] = options.user
     rows = [_row(condition, measured, sets, scorers) for condition in conditions]
     if bill is not None:
-        rows = [_priced(row, condition, measured, bill) for row, condition in zip(rows, conditions, strict=True)]
+        rows = [
+            _priced(row, condition, measured, bill, options.user)
+            for row, condition in zip(rows, conditions, strict=True)
+        ]
         details["rows_of_unknown_price"] = [row.id for row in rows if "price" not in row.metrics]
     return rows, details
 
@@ -162,8 +165,8 @@ def _check_models(options: Options, tables: Sequence[str]) -> None:
         raise RecipeError("Both --endpoint and --backbone were given: leave one of them out.")
     if options.endpoint not in (SCRIPTED, None) and not options.models:
         raise RecipeError(f"The server {options.endpoint} may have several models: name some (--model).")
-    if options.user_endpoint is not None and options.user is None:
-        raise RecipeError(f"The user's server {options.user_endpoint} was given, but no model: name one (--user).")
+    if options.user is None and (options.user_endpoint or options.user_prices):
+        raise RecipeError("The user's server or prices were given, but not its model: name it (--user).")
     for table, purpose in (("figure-4.3", "scale"), ("figure-4.5", "the scale of the user's model")):
         if table in tables and len(_models(options)) < 2:
             raise RecipeError(
@@ -321,22 +324,29 @@ def _row(condition: Condition, measured: Measured, sets: Sets, scorers: Sequence
     return Row(id=condition.id, label=condition.label, metrics={**values, **total})
 
 
-def _priced(row: Row, condition: Condition, measured: Measured, bill: Bill) -> Row:
-    """Add the price of a row's conversations, unless a server did not report the tokens of some calls."""
+def _priced(row: Row, condition: Condition, measured: Measured, bill: Bill, user: str | None) -> Row:
+    """Add the price of a row's conversations.
+
+    A row has none if a server did not report the tokens of some calls, or if another user than that of the options
+    answered, whose prices are not known.
+    """
+    users = {run.user for run in condition.runs}
+    if users not in ({None}, {user}):
+        return row
     total = Cost()
     answered = Cost()
     for run in condition.runs:
         details = measured[run.id].details
         counts = {name: details["cost"].get(name, 0) for name in Cost.model_fields}
         total = total + Cost.parse(counts)
-        answered = answered + Cost.parse(details["user_cost"])
+        answered = answered + Cost.parse(details.get("user_cost", {}))
     written = Cost(
         calls=total.calls - answered.calls,
         prompt_tokens=total.prompt_tokens - answered.prompt_tokens,
         new_tokens=total.new_tokens - answered.new_tokens,
         unknown=total.unknown - answered.unknown,
     )
-    price = bill.total(written, answered)
+    price = bill.translator.of(total) if users == {None} else bill.total(written, answered)
     if price is None:
         return row
     return row.model_copy(update={"metrics": {**row.metrics, "price": round(price, 6)}})

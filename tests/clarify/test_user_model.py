@@ -98,7 +98,8 @@ def test_a_local_model_answers_a_translator_on_a_server(server: ChatServer, tiny
         ("--user", "large", "--answer", FRIEND),
         ("--context", CONTEXT, "--user-endpoint", "http://localhost:1/v1"),
         ("--context", CONTEXT, "--user", "large", "--user-endpoint", "localhost:1"),
-        ("--user-prices", "1,2"),
+        ("--context", CONTEXT, "--user", "large", "--user-prices", "1,2"),
+        ("--prices", "1,2", "--user-prices", "1,2"),
         ("--prices", "1"),
         ("--prices", "1,-2"),
         ("--prices", "1,nan"),
@@ -218,7 +219,7 @@ def test_prices_are_those_of_each_model() -> None:
         models = [open_model(endpoint=server.url, model=name) for name in ("one", "two")]
         chain = Chain(models[0], SimulatedUser(models[1], CONTEXT))
         done = chain.run(Conversation.start(TEXT, "translate", "fr"))
-    bill = Bill.read("3,5", "7,11")
+    bill = Bill.read("3,5", "7,11", "two")
     assert bill is not None
     own, other = done.translator_cost, done.user_cost
     assert (own.calls, other.calls) == (2, 1)

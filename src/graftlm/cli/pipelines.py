@@ -254,7 +254,7 @@ def clarify(
         threshold=ask_above,
         answers=answer,
     )
-    bill = api.Bill.read(prices, user_prices)
+    bill = api.Bill.read(prices, user_prices, user)
     translator = api.open_model(
         endpoint=endpoint,
         model=model,

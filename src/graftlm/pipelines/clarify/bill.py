@@ -22,19 +22,22 @@ class Bill(Config):
     user: Prices
 
     @classmethod
-    def read(cls, prices: str | None, user_prices: str | None = None) -> Self | None:
+    def read(cls, prices: str | None, user_prices: str | None = None, user: str | None = None) -> Self | None:
         """Read the prices from texts such as `0.15,0.60` (`Prices.read`).
 
         Args:
             prices: prices of the translator; None if they are not known.
             user_prices: prices of the model that answers; by default those of the translator.
+            user: name of the model that answers; required with `user_prices`.
 
         Returns:
             The bill; None without prices.
 
         Raises:
-            RecipeError: a text has another form, or only the user's prices are given.
+            RecipeError: a text has another form, or the user's prices are given without its name or the translator's.
         """
+        if user_prices is not None and user is None:
+            raise RecipeError("The prices of the user's model were given, but not its name: name it (--user).")
         if prices is None:
             if user_prices is not None:
                 raise RecipeError("The prices of the user's model were given, but not the translator's: give --prices.")
