@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
@@ -60,7 +61,9 @@ def polysemous_words(data: str | Path) -> list[str]:
         raise MissingExtraError("nltk", "harness", "Reading WordNet") from None
     nltk_data.path.insert(0, str(data))  # NLTK looks up a part of the files by their name
     try:
-        reader = readers.WordNetCorpusReader(str(folder), None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that other languages are not available
+            reader = readers.WordNetCorpusReader(str(folder), None)
         names = sorted(set(reader.all_lemma_names()))
         return [name for name in names if _is_polysemous(name, _synonyms(reader.synsets(name), name))]
     except (OSError, LookupError, ValueError, AssertionError, readers.WordNetError):
