@@ -206,12 +206,15 @@ def test_the_server_opens_no_file_for_a_client(tmp_path: Path) -> None:
 
 
 class SilentHandler(ChatHandler):
-    """Reports no usage for the model `silent`."""
+    """Reports no usage in streams, and none at all for the model `silent`."""
 
     def send(self, document: Any, status: int = 200, kind: str = "application/json", **headers: str) -> None:
         if isinstance(document, dict) and document.get("model") == "silent":
             document = {key: value for key, value in document.items() if key != "usage"}
         super().send(document, status, kind, **headers)
+
+    def stream(self, text: str, *, complete: bool = True, usage: dict[str, int] | None = None) -> None:
+        super().stream(text, complete=complete, usage=None)
 
 
 def test_prices_are_those_of_each_model() -> None:
