@@ -36,6 +36,11 @@ class Options(Config):
         backbone: name or path of a backbone that replaces the experiment's own.
         endpoint: URL of the server, for experiments that query models over the network.
         models: names of models on that server.
+        user: name of the model that answers questions, for experiments with a simulated user; by default each model.
+        user_endpoint: URL of the server of `user`; by default `endpoint`.
+        concurrency: number of conversations that a process holds at a time with a server.
+        prices: prices of a million tokens read and written, as `0.15,0.60`, for experiments that state a cost.
+        user_prices: the same of `user`; by default `prices`.
         scorers: additional metrics as NAME=COMMAND, for experiments that score texts.
     """
 
@@ -49,6 +54,11 @@ class Options(Config):
     backbone: str | None = None
     endpoint: str | None = None
     models: tuple[str, ...] = ()
+    user: str | None = None
+    user_endpoint: str | None = None
+    concurrency: int = Field(4, ge=1)
+    prices: str | None = None
+    user_prices: str | None = None
     scorers: tuple[str, ...] = ()
 
     def chosen(self, known: Sequence[str], default: Sequence[str] = ()) -> tuple[str, ...]:

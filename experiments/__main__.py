@@ -82,6 +82,26 @@ def run(
         list[str] | None,
         typer.Option(metavar="NAME", help="Model on that server. Repeat the option for several."),
     ] = None,
+    user: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Model that answers questions; by default each model itself."),
+    ] = None,
+    user_endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Server of --user, if it is another; its key is in USER_API_KEY."),
+    ] = None,
+    concurrency: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Number of conversations at a time with a server, in each process."),
+    ] = 4,
+    prices: Annotated[
+        str | None,
+        typer.Option(metavar="IN,OUT", help="Prices of a million tokens read and written, to state what rows cost."),
+    ] = None,
+    user_prices: Annotated[
+        str | None,
+        typer.Option(metavar="IN,OUT", help="The same of --user; by default as --prices."),
+    ] = None,
     scorer: Annotated[
         list[str] | None,
         typer.Option(
@@ -111,6 +131,11 @@ def run(
             "backbone": backbone,
             "endpoint": endpoint,
             "models": model or [],
+            "user": user,
+            "user_endpoint": user_endpoint,
+            "concurrency": concurrency,
+            "prices": prices,
+            "user_prices": user_prices,
             "scorers": scorer or [],
         },
         where="python -m experiments",

@@ -5,7 +5,7 @@
 | formality | "you", fewer than 20 words | the formality checker | the sentences before |
 | it | one "it" with a referent | the gender of the translation's pronouns | the sentences before |
 | name | a name of women and men; pronouns become [pr] | English pronouns, here or after | the sentences after |
-| profession | an occupation; pronouns become [pr] | English pronouns, else the gender checker | the sentences before |
+| profession | an occupation; pronouns masked | English pronouns, the corpus or the checker | the sentences before |
 | polysemy | a word with several meanings; it alone is the query | a translation of one meaning | itself |
 
 A sentence is kept if its label is certain. Otherwise it is rejected, and the reason is counted.
@@ -254,7 +254,7 @@ class _Labeller:
         pair = candidate.pair
         word = candidate.ambiguity.word.lower()
         senses = polysemous_words().get(word) or candidate.ambiguity.senses
-        matches = [_translation_in(sense.translations(self._language), pair.target) for sense in senses]
+        matches = [translation_in(sense.translations(self._language), pair.target) for sense in senses]
         translations = [translation for translation in matches if translation]
         _reject_if(len(translations) != 1, "no listed translation, or of several meanings")
         return AmbiguousExample(
@@ -317,9 +317,10 @@ class _Labeller:
     def _label(self, candidate: _Candidate, context: Sequence[str]) -> str:
         """Return the label of a sentence.
 
-        The label of a person comes from English pronouns, other labels from the markers of the translation, if they
-        agree. Few translations show the gender of a name, and their other words have their own genders, so the label of
-        a name never comes from the translation, but from the English sentences after it.
+        The label of a person comes from English pronouns, or else from the gender that the corpus states. Other labels
+        come from the markers of the translation, if they agree. Few translations show the gender of a name, and their
+        other words have their own genders, so the label of a name never comes from the translation, but from the
+        English sentences after it.
         """
         kind = candidate.ambiguity.kind
         pair = candidate.pair
@@ -331,6 +332,8 @@ class _Labeller:
             gender = english_gender(" ".join(context))
             _reject_if(gender is None, "no pronoun decides, or both genders")
             return str(gender)
+        if kind == "profession" and self._document.gender is not None:
+            return self._document.gender
         rules = checker(CHECKERS[kind], self._language)
         result = rules.check(pair.target, pair.source)
         _reject_if(result.mixed or result.label is None, "no marker decides, or both labels")
@@ -450,8 +453,13 @@ def _check_predicate(candidate: _Candidate) -> None:
     _reject_if(alone, "a noun or a place after be: it may stand for nothing")
 
 
-def _translation_in(translations: frozenset[str], target: str) -> str | None:
-    """Return the translation that occurs in the target, exactly or with an ending of up to two letters."""
+def translation_in(translations: frozenset[str], target: str) -> str | None:
+    """Return the translation that occurs in a sentence, exactly or with an ending of up to two letters.
+
+    Args:
+        translations: the translations of a word.
+        target: the sentence. If it contains several, the longest one is returned.
+    """
     longest_first = sorted(translations, key=lambda word: (-len(word), word))
     for ending in ("", r"\w{1,2}"):
         for word in longest_first:

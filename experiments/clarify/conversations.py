@@ -1,8 +1,7 @@
-"""The ambiguous sentences of the data folder, and conversations about them, each saved when it ends."""
+"""The ambiguous sentences of the data folder, and conversations about them, whose replies are kept in a journal."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -25,16 +24,21 @@ from graftlm.pipelines.clarify import (
     Cost,
     Endpoint,
     EndpointConfig,
+    Journal,
     SimulatedUser,
+    in_order,
     load_template,
+    open_model,
 )
 from graftlm.pipelines.clarify.conversation import WrittenTurn
+from graftlm.pipelines.clarify.opening import LOCAL, USER_KEY
 from graftlm.pipelines.clarify.prompts import build_prompt
 from graftlm.runs.run import Run, RunContext
 
 Key = tuple[str, str]  # kind and language, as ("it", "fr")
 LANGUAGES = ("es", "fr", "de", "ja")
 TABLES = {"4.2": ("formality", "it", "polysemy"), "4.3": ("name", "profession")}
+MAX_NEW_TOKENS = 256
 
 
 def baseline(
@@ -149,9 +153,11 @@ class ConversationRun(Run):
     """A method and a model on a set.
 
     Args:
-        url: URL of the server, or "scripted"; not part of the key, so that a run can continue on another server.
+        url: URL of the server, "local" for folders of models on this machine, or "scripted"; not part of the key, so
+            that a run can continue on another server.
         model: the translator.
         user: the model that answers; the translator by default.
+        user_url: URL of the user's server; by default `url`. Not part of the key either.
         method: the method: the chain, or a baseline.
         template: name of the template.
         template_sha256: hash of the template's content.
@@ -160,11 +166,15 @@ class ConversationRun(Run):
         data: folder of the data sets; not part of the key either.
         examples_sha256: hash of the examples.
         limit: maximum number of examples.
+        max_new_tokens: maximum number of tokens of a reply; None for 256.
+        concurrency: number of conversations at a time with a server; not part of the key.
+        device: torch device of models on this machine; not part of the key.
     """
 
     url: str
     model: str
     user: str | None = None
+    user_url: str | None = None
     method: Method
     template: str
     template_sha256: str
@@ -173,41 +183,69 @@ class ConversationRun(Run):
     data: str
     examples_sha256: str
     limit: int
+    max_new_tokens: int | None = None
+    concurrency: int = 1
+    device: str | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that determine the result."""
+        """Return the settings that determine the result; those without a value are left out, as in earlier runs."""
         settings = super().settings()
-        return {name: value for name, value in settings.items() if name not in ("url", "data")}
+        for name in ("url", "user_url", "data", "concurrency", "device"):
+            settings.pop(name, None)
+        if settings.get("max_new_tokens") is None:
+            settings.pop("max_new_tokens", None)
+        return settings
 
     def measure(self, context: RunContext) -> Measurement:
-        """Hold all conversations and measure them; conversations that the folder already has are not repeated.
+        """Hold all conversations and measure them; replies that the folder already has are not requested again.
 
         Raises:
-            EndpointError: the server failed. Finished conversations are saved.
+            EndpointError: the server failed. All replies so far are kept.
         """
         sets = read_sets(Path(self.data))
         examples = sample(sets[self.kind, self.language], self.limit)
-        context.folder.mkdir(parents=True, exist_ok=True)
-        file = context.folder / f"conversations-{digest(self.settings())[:16]}.jsonl"
-        finished = _read_finished(file)
-        translator = self._open(self.model, examples)
-        user = self._open(self.user or self.model, examples)
-        with file.open("a", encoding="utf-8") as lines:
-            for example in examples:
-                if example.id in finished:
-                    continue
-                conversation = self._converse(example, translator, user)
-                finished[example.id] = conversation
-                line = json.dumps({"id": example.id, **conversation}, ensure_ascii=False)
-                lines.write(f"{line}\n")
-                lines.flush()
-        conversations = [finished[example.id] for example in examples]
-        return self._measurement(examples, conversations)
-
-    def _open(self, model: str, examples: Sequence[AmbiguousExample]) -> ChatModel:
         if self.url == SCRIPTED:
-            return ScriptedTranslator(examples, model)
-        return Endpoint(EndpointConfig(url=self.url, model=model, retries=RETRIES))
+            translator = ScriptedTranslator(examples, self.model)
+            user = ScriptedTranslator(examples, self.user or self.model)
+            return self._measurement(examples, self._hold(examples, translator, user))
+        with Journal(context.folder / f"replies-{digest(self.settings())[:16]}.jsonl") as journal:
+            model = self._open(self.model, self.url, "OPENAI_API_KEY")
+            user_model = model
+            if self.user is not None:
+                is_own_server = self.user_url is None or self.user_url == self.url
+                key = "OPENAI_API_KEY" if is_own_server else USER_KEY
+                user_model = self._open(self.user, self.user_url or self.url, key)
+            limit = self._limit_of_tokens
+            translator = journal.wrap(model, f"translator {self.model} {limit}")
+            user = journal.wrap(user_model, f"user {self.user or self.model} {limit}")
+            return self._measurement(examples, self._hold(examples, translator, user))
+
+    @property
+    def _limit_of_tokens(self) -> int:
+        return self.max_new_tokens or MAX_NEW_TOKENS
+
+    def _hold(
+        self, examples: Sequence[AmbiguousExample], translator: ChatModel, user: ChatModel
+    ) -> list[dict[str, Any]]:
+        """Return the conversations about all examples, in their order."""
+        is_local = self.url == LOCAL or self.user_url == LOCAL  # a model on this machine serves one thread
+
+        def converse(example: AmbiguousExample) -> dict[str, Any]:
+            return self._converse(example, translator, user)
+
+        return list(in_order(converse, examples, 1 if is_local else self.concurrency))
+
+    def _open(self, model: str, url: str, key_variable: str) -> ChatModel:
+        if url == LOCAL:
+            return open_model(backbone=model, device=self.device, max_new_tokens=self._limit_of_tokens)
+        config = EndpointConfig(
+            url=url,
+            model=model,
+            key_variable=key_variable,
+            retries=RETRIES,
+            max_new_tokens=self._limit_of_tokens,
+        )
+        return Endpoint(config)
 
     def _converse(self, example: AmbiguousExample, translator: ChatModel, user: ChatModel) -> dict[str, Any]:
         """Return the output of the method, with question, answer and cost, as JSON values."""
@@ -227,6 +265,7 @@ class ConversationRun(Run):
             "question": None,
             "answer": None,
             "cost": written.cost.model_dump(),
+            "user_cost": Cost().model_dump(),
         }
 
     def _ask_first(
@@ -247,6 +286,7 @@ class ConversationRun(Run):
             "question": question,
             "answer": answer,
             "cost": conversation.cost.model_dump(),
+            "user_cost": conversation.user_cost.model_dump(),
         }
 
     def _measurement(self, examples: Sequence[AmbiguousExample], conversations: list[dict[str, Any]]) -> Measurement:
@@ -269,30 +309,18 @@ class ConversationRun(Run):
                 "conversations": conversations,
                 "mistakes": mistakes,
                 "cost": _total_cost(conversations),
+                "user_cost": _sum(conversations, "user_cost").model_dump(),
             },
         )
 
 
 def _total_cost(conversations: Sequence[dict[str, Any]]) -> dict[str, int]:
     """Return the cost of all conversations, and the numbers of questions and of examples."""
-    cost = Cost()
-    questions = 0
-    for conversation in conversations:
-        cost = cost + Cost.parse(conversation["cost"])
-        if conversation["question"] is not None:
-            questions += 1
-    return {**cost.model_dump(), "questions": questions, "examples": len(conversations)}
+    questions = [conversation for conversation in conversations if conversation["question"] is not None]
+    cost = _sum(conversations, "cost").model_dump()
+    return {**cost, "questions": len(questions), "examples": len(conversations)}
 
 
-def _read_finished(file: Path) -> dict[str, dict[str, Any]]:
-    """Read finished conversations by example id, and remove an incomplete last line."""
-    if not file.exists():
-        return {}
-    *complete, rest = file.read_text(encoding="utf-8").split("\n")
-    if rest:  # the process was killed while it wrote this line
-        file.write_text("".join(f"{line}\n" for line in complete), encoding="utf-8")
-    finished = {}
-    for line in complete:
-        conversation = json.loads(line)
-        finished[conversation.pop("id")] = conversation
-    return finished
+def _sum(conversations: Sequence[dict[str, Any]], name: str) -> Cost:
+    """Return the sum of a cost over all conversations."""
+    return sum((Cost.parse(conversation[name]) for conversation in conversations), Cost())

@@ -93,10 +93,12 @@ class ParallelDocument:
     Args:
         id: identifier of the document.
         pairs: its sentence pairs in order.
+        gender: feminine or masculine if the corpus states the gender of the person whom the document is about.
     """
 
     id: str
     pairs: tuple[SentencePair, ...]
+    gender: str | None = None
 
 
 def read_lines(path: Path) -> list[str]:

@@ -2,10 +2,12 @@
 
 | table | rows, for every model |
 |---|---|
-| 4.2 | intercpt, with_context and no_extra on formality, "it" and polysemy; Figures 4.3 and 4.6 |
+| 4.2 | intercpt, with_context and no_extra on formality, "it" and polysemy |
 | 4.3 | the same on names and professions, which no exemplar shows |
+| figure-4.3 | the rows of 4.2 for models of several sizes, with one user (`--user`) |
 | 4.4 | intercpt with the specialist templates of Figure 4.4 |
-| 4.5 | intercpt of the first model with each other model as the user: Figure 4.5 |
+| 4.5, figure-4.5 | intercpt of the first model with each other model as the user |
+| figure-4.6 | the rows of 4.2 on formality and "it", French and Spanish: shares of the labels |
 | needed | precision and recall of asking, by a translator of known behaviour; needs no endpoint |
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ from matplotlib.figure import Figure
 
 from experiments import Options
 from experiments.clarify import metrics
-from experiments.clarify.conversations import TABLES, ConversationRun, Key, Method, read_sets, sample
+from experiments.clarify.conversations import LANGUAGES, TABLES, ConversationRun, Key, Method, read_sets, sample
 from experiments.clarify.datasets import AmbiguousExample, mt_geneval_contexts
 from experiments.clarify.metrics import Scorer, score_rows, share
 from experiments.clarify.scripted import NAME as SCRIPTED
@@ -32,14 +34,16 @@ from graftlm.errors import RecipeError
 from graftlm.evaluation import Metric, PaperRow, Results, Row
 from graftlm.evaluation.measurement import Measurement
 from graftlm.files.digests import digest
-from graftlm.pipelines.clarify import Chain, Conversation, Cost, Reply, load_template
+from graftlm.pipelines.clarify import Bill, Chain, Conversation, Cost, Reply, load_template
 from graftlm.pipelines.clarify.ambiguity import english_gender
 from graftlm.pipelines.clarify.gain import normalize_text
+from graftlm.pipelines.clarify.opening import LOCAL
 from graftlm.pipelines.clarify.prompts import Prompt, format_question
 from graftlm.runs.execute import execute
 
 NAME = "clarify"
-KNOWN = ("4.2", "4.3", "4.4", "4.5", "needed")
+DEFAULT = ("4.2", "4.3", "4.4", "4.5", "needed")
+KNOWN = (*DEFAULT, "figure-4.3", "figure-4.5", "figure-4.6")
 METHODS: dict[Method, str] = {
     "intercpt": "asks first",
     "with_context": "with context",
@@ -49,6 +53,7 @@ METHODS: dict[Method, str] = {
 LIMIT = 1000
 SCRIPTED_LIMIT = 50
 QUICK_LIMIT = 6
+QUICK_TOKENS = 32  # of a reply in a quick run
 # The committed results contain this text.
 STATEMENT = (
     "The translator is scripted: it knows the references, and its mistakes are made on purpose (scripted.py). The "
@@ -80,10 +85,11 @@ def run(options: Options) -> Results:
     """Run the chosen tables.
 
     Raises:
-        RecipeError: no endpoint or no model is named.
+        RecipeError: no endpoint or no model is named, a figure needs several models, or prices have another form.
         EndpointError: the server failed. The same command continues the run.
     """
-    tables = options.chosen(KNOWN)
+    tables = options.chosen(KNOWN, DEFAULT)
+    bill = Bill.read(options.prices, options.user_prices, options.user)
     scorers = [Scorer(argument) for argument in options.scorers]
     is_scripted = options.endpoint == SCRIPTED
     limit = _limit(options)
@@ -94,7 +100,7 @@ def run(options: Options) -> Results:
         details["statement"] = STATEMENT
     model_tables = [table for table in tables if table != "needed"]
     if model_tables:
-        rows, measured = _model_rows(options, model_tables, limit, scorers)
+        rows, measured = _model_rows(options, model_tables, limit, scorers, bill)
         details.update(measured)
     if "needed" in tables:
         rows += needed_rows(options.data, QUICK_LIMIT if options.quick else LIMIT)
@@ -120,16 +126,10 @@ def _limit(options: Options) -> int:
 
 
 def _model_rows(
-    options: Options, tables: Sequence[str], limit: int, scorers: Sequence[Scorer]
+    options: Options, tables: Sequence[str], limit: int, scorers: Sequence[Scorer], bill: Bill | None
 ) -> tuple[list[Row], dict[str, Any]]:
     """Return the rows of all models, and details that belong to no table."""
-    if options.endpoint is None:
-        raise RecipeError(
-            "No server was named: give the URL of a server and its models (--endpoint URL --model NAME), or "
-            "--endpoint scripted."
-        )
-    if options.endpoint != SCRIPTED and not options.models:
-        raise RecipeError(f"The server {options.endpoint} may have several models: name some (--model).")
+    _check_models(options, tables)
     sets = {key: sample(examples, limit) for key, examples in read_sets(options.data).items()}
     conditions = _conditions(options, tables, sets, limit)
     runs: list[ConversationRun] = []
@@ -142,14 +142,63 @@ def _model_rows(
         "significance": _significance(conditions, measured, sets),
         "templates": sorted({run.template for run in runs}),
     }
-    return [_row(condition, measured, sets, scorers) for condition in conditions], details
+    if options.user is not None:
+        details["user"] = options.user
+    rows = [_row(condition, measured, sets, scorers) for condition in conditions]
+    if bill is not None:
+        rows = [
+            _priced(row, condition, measured, bill, options.user)
+            for row, condition in zip(rows, conditions, strict=True)
+        ]
+        details["rows_of_unknown_price"] = [row.id for row in rows if "price" not in row.metrics]
+    return rows, details
+
+
+def _check_models(options: Options, tables: Sequence[str]) -> None:
+    """Refuse options that name no model, or too few for a figure."""
+    if options.endpoint is None and options.backbone is None:
+        raise RecipeError(
+            "No server was named: give the URL of a server and its models (--endpoint URL --model NAME), the folder of "
+            "a model (--backbone), or --endpoint scripted."
+        )
+    if options.endpoint is not None and options.backbone is not None:
+        raise RecipeError("Both --endpoint and --backbone were given: leave one of them out.")
+    if options.endpoint not in (SCRIPTED, None) and not options.models:
+        raise RecipeError(f"The server {options.endpoint} may have several models: name some (--model).")
+    if options.user is None and (options.user_endpoint or options.user_prices):
+        raise RecipeError("The user's server or prices were given, but not its model: name it (--user).")
+    for table, purpose in (("figure-4.3", "scale"), ("figure-4.5", "the scale of the user's model")):
+        if table in tables and len(_models(options)) < 2:
+            raise RecipeError(
+                f"The table {table} is about {purpose}, but one model was named: name models of several sizes (repeat "
+                "--model)."
+            )
+
+
+def _models(options: Options) -> tuple[str, ...]:
+    """Return the names of the translators; of models on this machine, their folders."""
+    if options.backbone is not None:
+        return (options.backbone, *options.models)
+    return options.models or (SCRIPTED,)
+
+
+def _keys(tables: Sequence[str], sets: Iterable[Key]) -> list[Key]:
+    """Return the kinds and languages of the sets that tables with all methods measure, in the order of the sets."""
+    wanted: set[Key] = set()
+    for table in tables:
+        kinds = TABLES["4.2"] if table in ("figure-4.3", "figure-4.5") else TABLES.get(table, ())
+        wanted |= {(kind, language) for kind in kinds for language in LANGUAGES}
+        if table == "figure-4.6":
+            wanted |= {(kind, language) for kind in ("formality", "it") for language in ("fr", "es")}
+    return [key for key in sets if key in wanted]
 
 
 class _RunFactory:
     """Makes the runs of a condition on all sets of the data folder."""
 
     def __init__(self, options: Options, sets: Sets, limit: int) -> None:
-        self._url = str(options.endpoint)
+        self._options = options
+        self._url = LOCAL if options.backbone is not None else str(options.endpoint)
         self._data = str(options.data.resolve())
         self._limit = limit
         self._digests: dict[Key, str] = {}
@@ -162,7 +211,7 @@ class _RunFactory:
         model: str,
         name: str,
         label: str,
-        kinds: Sequence[str],
+        keys: Sequence[Key],
         *,
         method: Method = "intercpt",
         template: str = "translate",
@@ -174,66 +223,80 @@ class _RunFactory:
             model: the translator.
             name: the end of the row's id.
             label: the end of the row's label.
-            kinds: the kinds of ambiguity.
+            keys: the kinds and languages of the sets.
             method: the method.
             template: name of the template, in which `{kind}` is replaced by the kind.
-            user: the model that answers; the translator by default.
+            user: the model that answers; by default that of the options, or else the translator.
         """
-        row_id = f"{slug(model)}-{name}"
+        shown = _shown(model, self._url)
+        row_id = f"{slug(shown)}-{name}"
+        is_apart = user is None and self._options.user is not None and method == "intercpt"
+        user_url = None
+        if is_apart:
+            user = self._options.user
+            user_url = self._options.user_endpoint
         runs = []
-        for (kind, language), examples_sha256 in self._digests.items():
-            if kind not in kinds:
-                continue
+        for kind, language in keys:
             template_name = template.format(kind=kind)
             run = ConversationRun(
                 id=f"{row_id}-{kind}-{language}",
                 url=self._url,
                 model=model,
                 user=user,
+                user_url=user_url,
                 method=method,
                 template=template_name,
                 template_sha256=load_template(template_name).sha256,
                 kind=kind,
                 language=language,
                 data=self._data,
-                examples_sha256=examples_sha256,
+                examples_sha256=self._digests[kind, language],
                 limit=self._limit,
+                max_new_tokens=QUICK_TOKENS if self._options.quick and self._url != SCRIPTED else None,
+                concurrency=self._options.concurrency,
+                device=self._options.device,
             )
             runs.append(run)
-        return Condition(id=row_id, label=f"{model}: {label}", runs=runs)
+        return Condition(id=row_id, label=f"{shown}: {label}", runs=runs)
 
 
 def _conditions(options: Options, tables: Sequence[str], sets: Sets, limit: int) -> list[Condition]:
     """Return all rows that have runs."""
-    models = options.models or (SCRIPTED,)
+    models = _models(options)
     factory = _RunFactory(options, sets, limit)
-    kinds: list[str] = []
-    for table in tables:
-        kinds.extend(TABLES.get(table, ()))
+    chosen = _keys([table for table in tables if table != "figure-4.5"], sets)
+    own = _keys(("4.2",), sets)
     conditions: list[Condition] = []
     for model in models:
         for method, label in METHODS.items():
-            conditions.append(factory.condition(model, method, label, kinds, method=method))
+            conditions.append(factory.condition(model, method, label, chosen, method=method))
         if "4.4" in tables:
             specialist = factory.condition(
                 model,
                 "intercpt_specialist",
                 "asks first, specialist",
-                TABLES["4.2"],
+                own,
                 template="translate-{kind}",
             )
             conditions.append(specialist)
-    if "4.5" in tables:
-        for user in models[1:]:
+    if "4.5" in tables or "figure-4.5" in tables:
+        users = models if "figure-4.5" in tables else models[1:]
+        for user in users:
+            shown = _shown(user, LOCAL if options.backbone is not None else None)
             other_user = factory.condition(
                 models[0],
-                f"intercpt_user_{slug(user)}",
-                f"asks first, {user} answers",
-                TABLES["4.2"],
+                f"intercpt_user_{slug(shown)}",
+                f"asks first, {shown} answers",
+                own,
                 user=user,
             )
             conditions.append(other_user)
     return [condition for condition in conditions if condition.runs]
+
+
+def _shown(model: str, url: str | None) -> str:
+    """Return the name of a model in rows; of a folder on this machine, its last part."""
+    return Path(model).name if url == LOCAL else model
 
 
 def slug(model: str) -> str:
@@ -259,6 +322,34 @@ def _row(condition: Condition, measured: Measured, sets: Sets, scorers: Sequence
             values[f"{run.kind}_{run.language}_{name}"] = value
         total.update(measurement.details["cost"])
     return Row(id=condition.id, label=condition.label, metrics={**values, **total})
+
+
+def _priced(row: Row, condition: Condition, measured: Measured, bill: Bill, user: str | None) -> Row:
+    """Add the price of a row's conversations.
+
+    A row has none if a server did not report the tokens of some calls, or if another user than that of the options
+    answered, whose prices are not known.
+    """
+    users = {run.user for run in condition.runs}
+    if users not in ({None}, {user}):
+        return row
+    total = Cost()
+    answered = Cost()
+    for run in condition.runs:
+        details = measured[run.id].details
+        counts = {name: details["cost"].get(name, 0) for name in Cost.model_fields}
+        total = total + Cost.parse(counts)
+        answered = answered + Cost.parse(details.get("user_cost", {}))
+    written = Cost(
+        calls=total.calls - answered.calls,
+        prompt_tokens=total.prompt_tokens - answered.prompt_tokens,
+        new_tokens=total.new_tokens - answered.new_tokens,
+        unknown=total.unknown - answered.unknown,
+    )
+    price = bill.translator.of(total) if users == {None} else bill.total(written, answered)
+    if price is None:
+        return row
+    return row.model_copy(update={"metrics": {**row.metrics, "price": round(price, 6)}})
 
 
 def _mistakes(conditions: Sequence[Condition], measured: Measured) -> dict[str, Any]:

@@ -30,6 +30,11 @@ PROMPT = prompts.build_prompt(load_template("translate"), "ask", "fr", "Are you 
 POLITE = "someone to be addressed politely"
 
 
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graftlm.pipelines.clarify.endpoint._FIRST_PAUSE", 0.001)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[ChatServer]:
     with serving(translator, FaultyHandler) as running:

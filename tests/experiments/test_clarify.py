@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clarify.server import request_parts, serving
+from clarify.server import request_parts, serving, words
 from experiments import Options, clarify, reproduce
 from experiments.clarify import metrics
 from experiments.clarify.conversations import read_sets, sample
@@ -21,6 +21,7 @@ from experiments.clarify.scripted import ScriptedTranslator, digit, right_label
 from graftlm.errors import DataError, EndpointError, EvaluationError, RecipeError
 from graftlm.evaluation import Interval, Results, Row, value_of
 from graftlm.pipelines.clarify.prompts import Prompt
+from tiny import tiny_model, tiny_tokenizer
 
 FORMALITY = [
     ("formal", "Good evening, Madam.", f"Are you {word}?", f"Êtes-vous {french} ?")
@@ -97,25 +98,80 @@ def test_a_run_resumes_after_a_server_failure(data: Path, tmp_path: Path) -> Non
         return script(body)
 
     def url_of(server: Any) -> Options:
-        return options(data, tmp_path, endpoint=server.url, models=("Org/Some-Model",))
+        return options(data, tmp_path, endpoint=server.url, models=("Org/Some-Model",), concurrency=1)
 
     with serving(dying) as server, pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(server), "handle_error", lambda *arguments: None)
         patch.setattr("experiments.clarify.conversations.RETRIES", 0)
         with pytest.raises(EndpointError):
             reproduce("clarify", url_of(server))
-    (kept,) = tmp_path.rglob("conversations-*.jsonl")
+    (kept,) = tmp_path.rglob("replies-*.jsonl")
     done = kept.read_text().splitlines()
-    assert len(done) == 3, "three conversations of three calls"
-    kept.write_text("\n".join(done) + '\n{"id": "cut o')
+    assert len(done) == 10, "every reply is kept"
+    kept.write_text("\n".join(done) + '\n{"key": "cut o')
     with serving(script) as server:
         results = reproduce("clarify", url_of(server))
-        assert len(server.requests) == 50 - 9
+        assert len(server.requests) == 50 - 10
         assert results.rows[0].id == "org_some_model-intercpt"
         assert {row.where for row in results.paper} == {"Table 4.2"}
     with serving(script) as server:
         assert reproduce("clarify", url_of(server)).rows == results.rows
         assert server.requests == [], "another port changes nothing"
+
+
+def test_a_user_apart_from_translators_of_two_sizes(data: Path, tmp_path: Path) -> None:
+    """Figure 4.3: one user for all sizes; the price of a row has the tokens of both models, each at its own price."""
+    script = scripted_server(one for examples in read_sets(data).values() for one in examples)
+    with serving(script) as server:
+        given = {"endpoint": server.url, "models": ("small", "large"), "user": "wise", "quick": True}
+        priced = {"prices": "1,2", "user_prices": "10,20"}
+        results = reproduce("clarify", options(data, tmp_path, "figure-4.3", **given, **priced))
+        requests = list(server.requests)
+    of_user = [body for body in requests if "Unknown" in body["messages"][0]["content"]]
+    assert of_user
+    assert {body["model"] for body in of_user} == {"wise"}
+    assert {body["model"] for body in requests if body not in of_user} == {"small", "large"}
+    assert {body["max_tokens"] for body in requests} == {32}
+    assert {row.id for row in results.rows} == {f"{size}-{method}" for size in ("small", "large") for method in METHODS}
+    expected = 0.0
+    for body in requests:
+        scale = 10 if body["model"] == "wise" else 1
+        expected += scale * (words(body["messages"]) + 2 * len(script(body).split())) / 1e6
+    assert sum(value_of(row.metrics["price"]) for row in results.rows) == pytest.approx(expected, abs=1e-5)
+    assert results.details["user"] == "wise"
+    assert results.details["rows_of_unknown_price"] == []
+    assert (tmp_path / "figure-4.3.png").exists()
+
+
+def test_figure_4_6_needs_french_and_spanish_only(data: Path, tmp_path: Path) -> None:
+    results = reproduce("clarify", options(data, tmp_path, "figure-4.6", quick=True))
+    names = {name for row in results.rows for name in row.metrics}
+    assert "formality_fr_share_formal" in names
+    assert not any(name.startswith("polysemy") for name in names)
+    assert {path.name for path in tmp_path.glob("figure-*.png")} >= {"figure-4.6.png"}
+
+
+@pytest.mark.slow
+def test_figure_4_5_has_every_model_as_the_user(data: Path, tmp_path: Path) -> None:
+    results = reproduce("clarify", options(data, tmp_path, "figure-4.5", models=("one", "two"), quick=True))
+    assert [row.id for row in results.rows] == ["one-intercpt_user_one", "one-intercpt_user_two"]
+    assert (tmp_path / "figure-4.5.png").exists()
+
+
+def test_a_quick_run_holds_whole_conversations_with_a_local_model(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    tiny_model("llama", max_position_embeddings=8192).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    (tmp_path / "data" / "ambigmt").mkdir(parents=True)
+    line = "formal\t\tGood evening, Madam.\tAre you sure?\tÊtes-vous sûre ?\n"
+    (tmp_path / "data" / "ambigmt" / "formality_en_fr.tsv").write_text(f"label\t\tctx\tsrc\ttrg\n{line}")
+    chosen = options(tmp_path / "data", tmp_path / "out", quick=True, endpoint=None, backbone=str(folder))
+    results = reproduce("clarify", chosen)
+    assert [row.id for row in results.rows] == [f"tiny-{method}" for method in METHODS]
+    for row in results.rows:
+        assert value_of(row.metrics["examples"]) == 1
+        assert 0 < value_of(row.metrics["new_tokens"]) <= 32 * value_of(row.metrics["calls"])
+    assert len(list((tmp_path / "out").rglob("replies-*.jsonl"))) == 3
 
 
 # What a learned metric's command does, with a measure that can be worked by hand: the length of the translation.
@@ -224,7 +280,7 @@ def test_checkers_read_the_source_but_for_gender() -> None:
     assert metrics.labels_of(["Tu peux la prendre ?"], [thing], "it", "fr") == ["feminine"]
     person = AmbiguousExample("x", "profession", "de", "She left.", ("c",), "r", "feminine")
     assert metrics.labels_of(["Sie sind müde."], [person], "profession", "de") == [None]
-    assert metrics.labels_of(["x"], [person], "profession", "ja") is None
+    assert metrics.labels_of(["x"], [person], "profession", "pt") is None
 
 
 def test_mistakes_by_class() -> None:
@@ -293,6 +349,11 @@ def test_the_scripted_translator_tells_examples_of_one_text_apart() -> None:
     [
         ({"endpoint": None}, RecipeError, "--endpoint"),
         ({"endpoint": "http://localhost:1/v1"}, RecipeError, "--model"),
+        ({"tables": ("figure-4.3",)}, RecipeError, "figure-4.3"),
+        ({"tables": ("figure-4.5",)}, RecipeError, "figure-4.5"),
+        ({"backbone": "folder"}, RecipeError, "--backbone"),
+        ({"user_endpoint": "http://localhost:1/v1"}, RecipeError, "--user"),
+        ({"prices": "1"}, RecipeError, "--prices"),
         ({"tables": ("4.9",)}, RecipeError, "'4.9'"),
         ({"data": Path("nowhere")}, DataError, "nowhere"),
     ],

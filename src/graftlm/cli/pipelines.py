@@ -194,6 +194,7 @@ def clarify(
         str | None,
         option("NAME", "Task, as in rewrite, or YAML file; translate by default."),
     ] = None,
+    exemplars: Annotated[Path | None, option("FILE", "YAML file of exemplars instead of the template's.")] = None,
     budget: Annotated[int | None, option("N", "Maximum questions; 1 by default.", min=0)] = None,
     ask_above: Annotated[
         float | None,
@@ -201,7 +202,15 @@ def clarify(
     ] = None,
     rules: Annotated[bool, flag("--rules", "Ask only where rules detect an ambiguity.")] = False,
     answer: Annotated[list[str] | None, option("TEXT", "Answer to the next question. Repeatable.")] = None,
-    context: Annotated[str | None, option("TEXT", "Context from which the model answers the questions.")] = None,
+    context: Annotated[str | None, option("TEXT", "Context from which a model answers the questions.")] = None,
+    user: Annotated[
+        str | None,
+        option("NAME", "Model that answers from the context; by default the translator."),
+    ] = None,
+    user_endpoint: Annotated[
+        str | None,
+        option("URL", "Server of --user if it is another; local for this machine."),
+    ] = None,
     resume: Annotated[
         Path | None,
         option("FILE", "Save the conversation to a file, or resume the one in it."),
@@ -213,6 +222,18 @@ def clarify(
         str,
         option("NAME", "Environment variable with the server's API key."),
     ] = "OPENAI_API_KEY",
+    user_key_variable: Annotated[
+        str,
+        option("NAME", "The same for --user-endpoint."),
+    ] = "USER_API_KEY",
+    prices: Annotated[
+        str | None,
+        option("IN,OUT", "Prices of a million tokens read and written, to show the cost."),
+    ] = None,
+    user_prices: Annotated[
+        str | None,
+        option("IN,OUT", "The same of --user; by default as --prices."),
+    ] = None,
     device: Device = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
@@ -227,11 +248,13 @@ def clarify(
         query,
         resume,
         template=template,
+        exemplars=exemplars,
         target=to,
         budget=budget,
         threshold=ask_above,
         answers=answer,
     )
+    bill = api.Bill.read(prices, user_prices, user)
     translator = api.open_model(
         endpoint=endpoint,
         model=model,
@@ -243,19 +266,35 @@ def clarify(
         timeout=timeout,
         retries=retries,
     )
+    user_model = api.open_user_model(
+        translator,
+        user,
+        context=context,
+        endpoint=endpoint,
+        user_endpoint=user_endpoint,
+        keys=(key_variable, user_key_variable),
+        options=api.ModelOptions(
+            device=device,
+            trust_remote_code=trust_remote_code,
+            max_new_tokens=max_new_tokens,
+            timeout=timeout,
+            retries=retries,
+        ),
+    )
     ask = None if as_json else api.ask_terminal
-    user = api.choose_user(answer, context, translator, ask)
+    answerer = api.choose_user(answer, context, user_model, ask)
     detector = api.find_ambiguities if rules else None
     with api.TerminalPrinter(conversation, print_text) as printer:
         on_text = None if as_json else printer
-        chain = api.Chain(translator, user, detector=detector, on_text=on_text)
+        chain = api.Chain(translator, answerer, detector=detector, on_text=on_text)
         conversation = chain.run(conversation, keep=resume)
         written = conversation.written
         output = written.output if written else ""
-        print_result(conversation.to_json(), as_json=as_json, show=lambda: printer.finish(output))
-    if isinstance(user, api.RecordedUser):
-        for left in user.unused(conversation):
+        values = conversation.to_json() | ({} if bill is None else {"price": bill.of(conversation)})
+        print_result(values, as_json=as_json, show=lambda: printer.finish(output))
+    if isinstance(answerer, api.RecordedUser):
+        for left in answerer.unused(conversation):
             log(f"note: no question asked for the answer {left!r}, so it was not used.", quiet=quiet)
     if not quiet and not as_json:
-        for line in api.summary_lines(conversation):
+        for line in api.summary_lines(conversation, bill):
             log(line)

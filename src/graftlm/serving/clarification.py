@@ -130,6 +130,8 @@ def _continued(body: ClarifyBody) -> Conversation:
 
     values = body.conversation or {}
     _check_template(values.get("template"))
+    if values.get("exemplars") is not None:
+        raise ServingError("The server opens no files of exemplars: start a conversation without them.", "conversation")
     conversation = clarify.Conversation.parse(values, where="conversation")
     template = clarify.load_template(conversation.template)
     if template.sha256 != conversation.template_sha256:

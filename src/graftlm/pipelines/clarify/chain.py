@@ -20,12 +20,12 @@ from graftlm.pipelines.clarify.conversation import (
     AnsweredTurn,
     AskedTurn,
     Conversation,
-    Cost,
     Question,
     SkippedTurn,
     Turn,
     WrittenTurn,
 )
+from graftlm.pipelines.clarify.costs import Cost
 from graftlm.pipelines.clarify.gain import GainEstimator, normalize_text
 from graftlm.pipelines.clarify.models import ChatModel
 from graftlm.pipelines.clarify.templates import Exemplar, InstructionName, load_template
@@ -96,7 +96,7 @@ class SimulatedUser:
             GraftError: the model can't reply, or the template can't be loaded.
         """
         question = _open_question(conversation)
-        template = load_template(self._template or conversation.template)
+        template = conversation.task if self._template is None else load_template(self._template)
         prompt = prompts.build_prompt(
             template,
             "user",
@@ -254,7 +254,7 @@ class Chain:
         text = reply.text.strip()
         parsed = prompts.parse_question(text, prompt.label)
         if parsed is None:
-            no_question = load_template(conversation.template).no_question
+            no_question = conversation.task.no_question
             has_nothing = prompts.is_word(prompt.without_label(text), no_question)
             return SkippedTurn(
                 reason="nothing" if has_nothing else "no-question",
@@ -308,7 +308,7 @@ class Chain:
 
 
 def _prompt(conversation: Conversation, name: InstructionName) -> prompts.Prompt:
-    template = load_template(conversation.template)
+    template = conversation.task
     return prompts.build_prompt(
         template,
         name,
@@ -361,7 +361,7 @@ def usable_question(conversation: Conversation, question: Question) -> Question 
         quoted |= _words(quotation)
     if not quoted <= known_words or question.text.strip() == conversation.text.strip():
         return None
-    exemplars = load_template(conversation.template).exemplars
+    exemplars = conversation.task.exemplars
     answers = [answer for answer in question.answers if _fits(answer, question, quoted, known_words, exemplars)]
     if question.answers and len(answers) < 2:
         return Question(text=question.text) if quoted else None

@@ -16,45 +16,25 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_serializer
 
 from graftlm.config import Config, read_yaml
 from graftlm.data.table_files import type_name
 from graftlm.errors import DataError, RecipeError, first_line
 from graftlm.files.reading import read_text
 from graftlm.files.writing import write_atomically
+from graftlm.pipelines.clarify.costs import Cost
 from graftlm.pipelines.clarify.prompts import Exchange
-from graftlm.pipelines.clarify.templates import load_template
+from graftlm.pipelines.clarify.templates import Template, load_template
 
 FORMAT = 2
 OutputMode = Literal["informed", "settled", "plain"]
 Step = Literal["propose", "answer", "write", "done"]
 LANGUAGES = Path(__file__).parent / "word_lists" / "languages.yaml"
-
-
-class Cost(Config):
-    """The cost of a reply or of several.
-
-    Args:
-        calls: number of calls of a model.
-        prompt_tokens: number of tokens of the prompts, as the server or the tokenizer counts them.
-        new_tokens: number of generated tokens.
-    """
-
-    calls: int = 0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            calls=self.calls + other.calls,
-            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
-            new_tokens=self.new_tokens + other.new_tokens,
-        )
 
 
 class Question(Config):
@@ -190,7 +170,8 @@ class Conversation(Config):
     Args:
         format: version of the file format.
         template: name or file of the task's template.
-        template_sha256: hash of the template at the start of the conversation.
+        exemplars: file of exemplars that replace the template's; None keeps the template's own.
+        template_sha256: hash of the template, with its exemplars, at the start of the conversation.
         target: code of the output language.
         text: the user's query.
         budget: maximum number of proposed questions (J in the paper).
@@ -200,12 +181,21 @@ class Conversation(Config):
 
     format: Literal[2] = FORMAT
     template: str
+    exemplars: str | None = None
     template_sha256: str
     target: str
     text: str
     budget: int = Field(1, ge=0)
     threshold: float | None = Field(None, ge=0, allow_inf_nan=False)
     turns: tuple[Turn, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
+        """Leave out the file of exemplars if there is none, so that earlier conversations keep their form."""
+        values = serialize(self)
+        if values.get("exemplars") is None:
+            values.pop("exemplars", None)
+        return {"format": self.format} | values
 
     def _problems(self) -> Iterator[str]:
         for index, turn in enumerate(self.turns):
@@ -222,6 +212,7 @@ class Conversation(Config):
         *,
         budget: int = 1,
         threshold: float | None = None,
+        exemplars: str | None = None,
         any_language: bool = False,
     ) -> Self:
         """Create a conversation without turns.
@@ -232,26 +223,37 @@ class Conversation(Config):
             target: code of the output language; optional if the template has a single language.
             budget: maximum number of proposed questions.
             threshold: expected gain in bits above which a question is asked; None asks every question.
+            exemplars: YAML file of exemplars that replace the template's (`templates.ExemplarFile`).
             any_language: skip the check that the text is in the template's source language.
 
         Raises:
             DataError: the text is empty, or clearly not in the template's source language.
-            RecipeError: the template can't be loaded, lacks the output language, or has several and `target` is None;
-                or `budget` or `threshold` is negative.
+            RecipeError: the template or its exemplars can't be loaded, lack the output language, or have several and
+                `target` is None; or `budget` or `threshold` is negative.
         """
-        task = load_template(template)
+        task = load_template(template, exemplars)
         if not text.strip():
             raise DataError("The text is empty: give at least one word.")
         if not any_language:
             _check_language(text, task.source)
         return cls(
             template=template,
+            exemplars=exemplars,
             template_sha256=task.sha256,
             target=task.target(target),
             text=text,
             budget=budget,
             threshold=threshold,
         )
+
+    @property
+    def task(self) -> Template:
+        """The template with the conversation's exemplars.
+
+        Raises:
+            RecipeError: it can't be loaded.
+        """
+        return load_template(self.template, self.exemplars)
 
     @property
     def step(self) -> Step:
@@ -294,6 +296,18 @@ class Conversation(Config):
     def cost(self) -> Cost:
         """The total cost of all turns."""
         return sum((turn.cost for turn in self.turns), Cost())
+
+    @property
+    def user_cost(self) -> Cost:
+        """The part of the cost that the answers and refusals of the user have."""
+        answers = [turn for turn in self.turns if isinstance(turn, AnsweredTurn | RefusedTurn)]
+        return sum((turn.cost for turn in answers), Cost())
+
+    @property
+    def translator_cost(self) -> Cost:
+        """The part of the cost that the translator's questions, outputs and estimates have."""
+        own = [turn for turn in self.turns if not isinstance(turn, AnsweredTurn | RefusedTurn)]
+        return sum((turn.cost for turn in own), Cost())
 
     @property
     def _last_turn(self) -> Turn | None:
@@ -402,10 +416,10 @@ class Conversation(Config):
             conversation = cls.parse(values, where=str(path))
         except RecipeError as error:
             raise DataError(f"{str(error).rstrip('.')}: name a file that graft clarify wrote.") from None
-        if load_template(conversation.template).sha256 != conversation.template_sha256:
+        if conversation.task.sha256 != conversation.template_sha256:
             raise RecipeError(
-                f"The template {conversation.template} has changed since the conversation {path} began: restore it, or "
-                "start a new conversation."
+                f"The template {conversation.template} or its exemplars have changed since the conversation {path} "
+                "began: restore them, or start a new conversation."
             )
         return conversation
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,11 +13,13 @@ from pydantic import Field, field_validator
 
 from graftlm.config import Config
 from graftlm.errors import EndpointError, MissingExtraError
-from graftlm.pipelines.clarify.conversation import Cost
+from graftlm.pipelines.clarify.costs import Cost
 from graftlm.pipelines.clarify.models import Reply, StreamPrinter
 from graftlm.pipelines.clarify.prompts import Prompt, printable
 
 _THINK = "<think>"
+_FIRST_PAUSE = 0.5  # seconds before the first retry after a damaged reply; each further pause is twice as long
+_LONGEST_PAUSE = 8.0
 _REASONING = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)  # reasoning before a reply
 
 
@@ -28,7 +31,8 @@ class EndpointConfig(Config):
         model: the name of the model on the server.
         key_variable: the environment variable with the API key; local servers often need none.
         timeout: time to wait for the server, in seconds.
-        retries: number of retries after a time-out, a lost connection, or status 429 or 5xx, with exponential back-off.
+        retries: number of retries after a time-out, a lost connection, or status 429 or 5xx, with exponential back-off;
+            and of retries after a reply that is cut off or damaged.
         max_new_tokens: maximum number of tokens of a reply.
     """
 
@@ -47,8 +51,12 @@ class EndpointConfig(Config):
         return url
 
 
+class _DamagedReplyError(EndpointError):
+    """A reply is not in OpenAI's protocol, for example since it is cut off."""
+
+
 class Endpoint:
-    """A model on a server.
+    """A model on a server. Several threads may use it.
 
     Args:
         config: address and limits.
@@ -89,6 +97,19 @@ class Endpoint:
         Raises:
             EndpointError: the server is unreachable, too slow, rejects the request, or violates the protocol.
         """
+        pause = _FIRST_PAUSE
+        for _ in range(self.config.retries):
+            try:
+                return self._generate(prompt, on_text)
+            except _DamagedReplyError:
+                if on_text is not None:  # a part of the reply may be shown already
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return self._generate(prompt, on_text)
+
+    def _generate(self, prompt: Prompt, on_text: Callable[[str], None] | None) -> Reply:
+        """Reply to a prompt without retries after a damaged reply."""
         with self._errors():
             is_streamed = self._streams or (on_text is not None and self._streams is None)
             if not is_streamed:
@@ -104,7 +125,7 @@ class Endpoint:
                 return reply
             if self._streams is None:
                 self._streams = False  # this server never streams
-                return self.generate(prompt, on_text=on_text)
+                return self._generate(prompt, on_text)
             raise self._protocol_error("an empty stream")
 
     def _request(self, prompt: Prompt, *, stream: bool) -> Any:
@@ -164,9 +185,9 @@ class Endpoint:
         printer.end(reply.text)
         return reply
 
-    def _protocol_error(self, content: str) -> EndpointError:
+    def _protocol_error(self, content: str) -> _DamagedReplyError:
         shown = printable(" ".join(content.split()))[:60]
-        return EndpointError(
+        return _DamagedReplyError(
             f"The server {self.config.url} did not reply in OpenAI's protocol ({shown}): check the URL, which often "
             "ends in /v1."
         )
@@ -222,16 +243,20 @@ def _is_event_stream(response: object) -> bool:
 
 def _reply(text: str, usage: object, finish: str | None) -> Reply:
     """Return a reply without its reasoning."""
-    cost = Cost(
-        calls=1,
-        prompt_tokens=getattr(usage, "prompt_tokens", None) or 0,
-        new_tokens=getattr(usage, "completion_tokens", None) or 0,
-    )
     return Reply(
         text=_REASONING.sub("", text),
-        cost=cost,
+        cost=_cost(usage),
         truncated=finish == "length",
     )
+
+
+def _cost(usage: object) -> Cost:
+    """Return the cost that a server reports; without both counts of tokens, they are unknown rather than 0."""
+    read = getattr(usage, "prompt_tokens", None)
+    written = getattr(usage, "completion_tokens", None)
+    if not isinstance(read, int) or not isinstance(written, int):
+        return Cost(calls=1, unknown=1)
+    return Cost(calls=1, prompt_tokens=read, new_tokens=written)
 
 
 def _without_reasoning(text: str) -> str:

@@ -17,15 +17,14 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from graftlm.errors import EvaluationError
-from graftlm.pipelines.clarify.conversation import Conversation, Cost, Gain, Question
-from graftlm.pipelines.clarify.models import ChatModel
+from graftlm.pipelines.clarify.conversation import Conversation, Gain, Question
+from graftlm.pipelines.clarify.costs import Cost
+from graftlm.pipelines.clarify.models import ChatModel, ScoringModel
 from graftlm.pipelines.clarify.prompts import Prompt, build_prompt
-from graftlm.pipelines.clarify.templates import load_template
 
 Numbers = Sequence[float] | np.ndarray
 Matrix = Sequence[Sequence[float]] | np.ndarray
@@ -141,13 +140,6 @@ def distributions_from_log_likelihoods(nats_KY: Matrix) -> np.ndarray:
     return softmax(np.asarray(nats_KY, dtype=np.float64), axis=1)
 
 
-@runtime_checkable
-class _ScoringModel(Protocol):
-    """A model that can compute log-likelihoods, such as `LocalModel`."""
-
-    def score(self, prompt: Prompt, outputs: Sequence[str]) -> list[float]: ...
-
-
 class GainEstimator:
     """Estimates the gain of a question by generating an output under each candidate answer.
 
@@ -180,7 +172,7 @@ class GainEstimator:
         """
         if len(question.answers) < 2:
             return None, Cost()
-        template = load_template(conversation.template)
+        template = conversation.task
         prompts = []
         outputs = []
         cost = Cost()
@@ -204,7 +196,7 @@ class GainEstimator:
         texts, given_KY = output_distributions(outputs)
         model = self._model
         has_scores = False
-        if isinstance(model, _ScoringModel):
+        if isinstance(model, ScoringModel):
             has_scores = True
             nats_KY = [model.score(prompt, texts) for prompt in prompts]
             given_KY = distributions_from_log_likelihoods(nats_KY)

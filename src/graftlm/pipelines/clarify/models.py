@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -18,7 +18,7 @@ from graftlm.data import Document
 from graftlm.evaluation.examples import Example, score_answers
 from graftlm.evaluation.windows import Window, cut_windows
 from graftlm.generation.generate import Decoding, Generation, generate_text
-from graftlm.pipelines.clarify.conversation import Cost
+from graftlm.pipelines.clarify.costs import Cost
 from graftlm.pipelines.clarify.prompts import Prompt
 
 
@@ -52,6 +52,15 @@ class ChatModel(Protocol):
             prompt: the prompt.
             on_text: called with each new piece of the reply, if the model can stream.
         """
+        ...
+
+
+@runtime_checkable
+class ScoringModel(ChatModel, Protocol):
+    """A model that also computes log-likelihoods, such as `LocalModel`."""
+
+    def score(self, prompt: Prompt, outputs: Sequence[str]) -> list[float]:
+        """Compute log p(output | prompt) of each output, in nats."""
         ...
 
 

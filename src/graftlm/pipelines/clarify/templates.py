@@ -48,6 +48,27 @@ class Exemplar(Config):
             yield f"the answer {self.answer!r} of the exemplar {self.id} should be one of its answers"
 
 
+class ExemplarFile(Config):
+    """A YAML file of exemplars that replace those of a template.
+
+    Args:
+        exemplars: ambiguous texts, in the order in which prompts show them.
+        unambiguous: texts with nothing to ask; without the key, the template's are kept.
+        unanswerable: texts whose context gives no answer; without the key, the template's are kept.
+    """
+
+    exemplars: tuple[Exemplar, ...] = Field(min_length=1)
+    unambiguous: tuple[Exemplar, ...] | None = None
+    unanswerable: tuple[Exemplar, ...] | None = None
+
+    def _problems(self) -> Iterator[str]:
+        seen: set[str] = set()
+        for exemplar in (*self.exemplars, *(self.unambiguous or ()), *(self.unanswerable or ())):
+            if exemplar.id in seen:
+                yield f"the id {exemplar.id!r} occurs twice, but each exemplar needs its own"
+            seen.add(exemplar.id)
+
+
 class Instructions(Config):
     """The instruction of each step.
 
@@ -154,16 +175,20 @@ class Template(Config):
 
 
 @cache
-def load_template(name: str) -> Template:
-    """Load a template. It is cached, so later changes of its file have no effect in this process.
+def load_template(name: str, exemplars: str | None = None) -> Template:
+    """Load a template. It is cached, so later changes of its files have no effect in this process.
 
     Args:
         name: name of a built-in template, or a YAML file whose name ends in `.yaml` or `.yml`.
+        exemplars: an `ExemplarFile` whose exemplars replace the template's. The template then has those of its
+            languages in which every exemplar has an output.
 
     Raises:
-        RecipeError: the template or its pool does not exist or is not valid YAML, an exemplar is not in the pool, or a
-            value is missing or invalid.
+        RecipeError: the template, its pool or the exemplars do not exist or are not valid YAML, an exemplar is not in
+            the pool, a value is missing or invalid, or no language of the template has an output of every exemplar.
     """
+    if exemplars is not None:
+        return _replace_exemplars(load_template(name), Path(exemplars))
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     is_built_in = path.parent == FOLDER
     if is_built_in and name not in template_names():
@@ -176,6 +201,25 @@ def load_template(name: str) -> Template:
         if isinstance(listed, list):
             values[key] = [_resolve(exemplar, pool, path) for exemplar in listed]
     return Template.parse(values, where=f"the template {name}" if is_built_in else str(path))
+
+
+def _replace_exemplars(template: Template, path: Path) -> Template:
+    """Return a template with the exemplars of a file, limited to the languages of their outputs."""
+    file = ExemplarFile.from_yaml(path)
+    languages = dict(template.languages)
+    for exemplar in file.exemplars:
+        for code in template.languages.keys() - exemplar.outputs.keys():
+            languages.pop(code, None)
+    if not languages:
+        known = ", ".join(template.languages)
+        raise RecipeError(
+            f"The exemplars of {path} have no language in common with the template {template.name}, which writes "
+            f"{known}: give every exemplar an output in one of them."
+        )
+    values: dict[str, object] = template.model_dump()
+    values["languages"] = languages
+    values |= file.model_dump(exclude_none=True)
+    return Template.parse(values, where=str(path))
 
 
 def template_names() -> list[str]:

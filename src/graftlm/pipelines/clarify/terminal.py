@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from graftlm.pipelines.clarify.bill import Bill
 from graftlm.pipelines.clarify.chain import HumanUser
 from graftlm.pipelines.clarify.conversation import (
     AnsweredTurn,
@@ -17,7 +18,6 @@ from graftlm.pipelines.clarify.conversation import (
 )
 from graftlm.pipelines.clarify.models import StreamPrinter
 from graftlm.pipelines.clarify.prompts import format_question, printable
-from graftlm.pipelines.clarify.templates import load_template
 
 _SKIP_REASONS = {
     "no-question": "the model's reply contains no question",
@@ -74,7 +74,7 @@ class TerminalPrinter(StreamPrinter):
     """
 
     def __init__(self, conversation: Conversation, emit: Callable[[str], None]) -> None:
-        label = f"{load_template(conversation.template).reply}:"
+        label = f"{conversation.task.reply}:"
 
         def select(received: str) -> str:
             text = received.strip()
@@ -105,8 +105,13 @@ class TerminalPrinter(StreamPrinter):
             self._end_line()
 
 
-def summary_lines(conversation: Conversation) -> list[str]:
-    """Describe the questions, answers and cost of a conversation as lines of text."""
+def summary_lines(conversation: Conversation, bill: Bill | None = None) -> list[str]:
+    """Describe the questions, answers and cost of a conversation as lines of text.
+
+    Args:
+        conversation: the conversation.
+        bill: the prices of its models; None if they are not known.
+    """
     lines = _turn_lines(conversation)
     summary: dict[str, Any] = dict(conversation.summary())
     if summary["asked"] == conversation.budget > 1:
@@ -118,6 +123,11 @@ def summary_lines(conversation: Conversation) -> list[str]:
     cost = conversation.cost
     calls = "1 call" if cost.calls == 1 else f"{cost.calls} calls"
     lines.append(f"{counts}; {calls}, {cost.prompt_tokens} tokens read, {cost.new_tokens} written")
+    if cost.unknown:
+        lines.append(f"the server did not report the tokens of {cost.unknown} of them, which the counts leave out")
+    if bill is not None:
+        price = bill.of(conversation)
+        lines.append("the price is unknown" if price is None else f"the price is {price:.6f}")
     if conversation.step == "done":
         lines.append("the conversation is finished")
     return lines
