@@ -52,6 +52,8 @@ PARSED_ONLY = {  # regular expressions of commands, and why they do not run here
     r"graft demo": "takes minutes; tests/test_demo.py runs it",
     r"graft eval .*--tasks": "downloads data sets; tests/evaluation/test_harness.py runs it",
     r"graft summarize .*--batch": "prints a batch; tests/summarize/test_batch.py runs it",
+    r"graft summarize train-": "needs many documents; tests/summarize/test_training_verbs.py runs it",
+    r"graft summarize .*runs/(selector|writer)/": "needs a trained one; tests/summarize/test_training_verbs.py runs it",
 }
 LOCAL_MODELS = ("french-gpt2", "smollm2-french", "code", "random", "some-model", "writer")
 NOT_OURS = {  # the first words of commands of other programs, and why they do not run here
@@ -67,8 +69,6 @@ PYTHON_NOT_RUN = {  # page, what a block has in it, and why it does not run here
     ("docs/trainers.md", "simple_evaluate("): "downloads data sets; tests/evaluation/test_harness.py runs it",
     ("docs/cli.md", "ChatSession("): "needs a chat model; tests/test_chat.py runs it",
     ("docs/serving.md", "serve("): "stays; the command of the same page runs",
-    ("docs/methods/summarize.md", "train_writer"): "tests/summarize/test_writer_training.py runs it",
-    ("docs/methods/summarize.md", "for path, abstract_sentences in pairs"): "continues the reader's own list",
 }
 
 
@@ -317,7 +317,10 @@ def run_command(command: str) -> None:
         _check_foreign(command, words)
     elif any(re.match(pattern, command) for pattern in PARSED_ONLY) or "accelerate" in command:
         stop = min([words.index(mark) for mark in ("<", ">") if mark in words], default=len(words))
-        _verbs()[words[1]].make_context(words[1], words[2:stop])
+        verbs = _verbs()
+        count = 2 if " ".join(words[1:3]) in verbs else 1
+        verb = " ".join(words[1 : 1 + count])
+        verbs[verb].make_context(verb, words[1 + count : stop])
     elif words[1].startswith("--"):
         return
     else:

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from graftlm.grafts import graft_class
 from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.pipelines.clarify.templates import Exemplar, Template
-from graftlm.pipelines.summarize import SelectorTrainingConfig
+from graftlm.pipelines.summarize import SelectorTrainingConfig, WriterTrainingConfig
 from graftlm.pipelines.summarize.prompt_layout import PromptLayout
 from graftlm.runs.recipe import LanguageModelRecipe, Recipe, TaskRecipe
 
@@ -25,7 +25,7 @@ MOST_WORDS = 25
 RECIPES: list[type[BaseModel]] = [Recipe, TaskRecipe, LanguageModelRecipe]
 CONFIGS: dict[str, list[type[BaseModel]]] = {
     "clarify": [Template, Exemplar],
-    "summarize": [SelectorTrainingConfig, PromptLayout],
+    "summarize": [SelectorTrainingConfig, WriterTrainingConfig, PromptLayout],
     "block-state": [LanguageModelRecipe],
 }
 """Configs of the pages that describe no kind of graft."""

@@ -122,7 +122,10 @@ def verbs(arguments: str, page: Path) -> str:
     target = os.path.relpath(ROOT / "docs" / "cli.md", page.parent)
     if page.name == "cli.md":
         target = ""
-    rows = [[f"[`{verb}`]({target}#{verb})", command.get_short_help_str(200)] for verb, command in commands().items()]
+    rows = []
+    for verb, command in commands().items():
+        section = verb.replace(" ", "-")
+        rows.append([f"[`{verb}`]({target}#{section})", command.get_short_help_str(200)])
     return table(["verb", "what it does"], rows)
 
 

@@ -23,9 +23,10 @@ from graftlm.pipelines.summarize import (
     select,
 )
 from graftlm.pipelines.summarize.oracle import oracle_labels
+from graftlm.pipelines.summarize.prompts import WriterPrompt, introduction_range
 from graftlm.pipelines.summarize.selection import Extract, FixedSelector
 from graftlm.pipelines.summarize.text import ngrams, split_words
-from graftlm.pipelines.summarize.writer import SummaryDecoding, WriterPrompt, introduction_range
+from graftlm.pipelines.summarize.writer import SummaryDecoding
 
 TRAINING_LAYOUTS = ("i", "i_long", "ie_selected")  # layouts of training rows, in turn
 _RUN_WORDS = 8  # words of the runs by which documents are compared

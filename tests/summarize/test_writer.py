@@ -23,13 +23,13 @@ from graftlm.pipelines.summarize import (
 )
 from graftlm.pipelines.summarize.metrics import default_encoder
 from graftlm.pipelines.summarize.prompt_layout import CHAT_LAYOUT
+from graftlm.pipelines.summarize.prompts import introduction_range
 from graftlm.pipelines.summarize.provenance import link_sentences
 from graftlm.pipelines.summarize.selection import FixedSelector
 from graftlm.pipelines.summarize.summary import summarize
 from graftlm.pipelines.summarize.writer import (
     drop_partial_sentence,
     drop_repeated_sentences,
-    introduction_range,
 )
 from graftlm.pipelines.summarize.writer_training import WriterExample, prompt_and_summary
 from summarize.tools import TEA, introduction_text
@@ -51,7 +51,8 @@ def writer(layout: PromptLayout | None = LAYOUT, **decoding: Any) -> LanguageMod
 
 def test_the_layout_is_introduction_extract_and_mark() -> None:
     model_writer = writer()
-    ids, notes, read = model_writer.build_prompt(EXTRACT)
+    ids, notes, read, kept = model_writer.build_prompt(EXTRACT)
+    assert kept == len(introduction_range(DOCUMENT))
     text = model_writer.tokenizer.decode(ids, skip_special_tokens=True)
     assert read == tuple(sorted({*introduction_range(DOCUMENT), *EXTRACT.indices}))
     assert text == f"<i>{introduction_text(DOCUMENT)}<e>{EXTRACT.text}<s>"
@@ -85,7 +86,7 @@ def test_the_parts_of_an_example_read_as_one_text(kind: str, is_chat: bool) -> N
 def test_a_prompt_and_its_summary_fit_the_window(window: int) -> None:
     model_writer = writer(LAYOUT.model_copy(update={"window": window}))
     try:
-        ids, notes, _ = model_writer.build_prompt(EXTRACT)
+        ids, notes, *_ = model_writer.build_prompt(EXTRACT)
     except RecipeError as refusal:
         message = str(refusal)
         assert f"reads {window} tokens, which has no room for one extracted sentence" in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 from graftlm.pipelines.summarize import LanguageModelWriter, WriterExample
 from graftlm.pipelines.summarize.document import SourceDocument
-from graftlm.pipelines.summarize.writer import introduction_range
+from graftlm.pipelines.summarize.prompts import introduction_range
 from graftlm.pipelines.summarize.writer_training import prompt_and_summary
 
 TEA = """# A study of tea
@@ -42,6 +43,12 @@ Persons who drank tea sorted more cards, 1999.
 def introduction_text(document: SourceDocument) -> str:
     """The sentences that a writer reads as the introduction."""
     return " ".join(document.sentences[index].text for index in introduction_range(document))
+
+
+def write_rows(path: Path, *rows: object) -> Path:
+    """A file of JSON lines."""
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return path
 
 
 def write_pdf(path: Path, *pages: str) -> Path:

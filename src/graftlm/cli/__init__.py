@@ -12,17 +12,26 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from graftlm.cli import exporting, grafts, pipelines, serve, training
+from graftlm.cli import exporting, grafts, pipelines, serve, summarizing, training
 from graftlm.cli.common import configure_logging, log
 from graftlm.errors import GraftError
 from graftlm.version import __version__
 
-_RESUMABLE = ("train", "compare", "grow", "demo", "audit")
+_RESUMABLE = ("train", "compare", "grow", "demo", "audit", "summarize train-writer")
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG}
 
 
 class _Verbs(TyperGroup):
-    """The group of all verbs. It reports a user's mistake as one line on stderr and exits with 2."""
+    """The group of all verbs. It reports a user's mistake as one line on stderr and exits with 2.
+
+    The name of a verb may have two words, which go before a verb of one word with arguments.
+    """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = " ".join(args[:2])
+        if name in self.commands:
+            args = [name, *args[2:]]
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> object:
         try:
@@ -100,6 +109,8 @@ app.command(cls=_Verb)(exporting.export)
 app.command(cls=_Verb)(grafts.push)
 app.command(cls=_Verb)(grafts.import_peft)
 app.command(cls=_Verb)(pipelines.summarize)
+app.command("summarize train-selector", cls=_Verb)(summarizing.train_selector)
+app.command("summarize train-writer", cls=_Verb)(summarizing.train_writer)
 app.command(cls=_Verb)(pipelines.clarify)
 # `serve` configures logging itself, since it checks its options before the slow imports of logging.
 app.command()(serve.serve)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -43,6 +43,10 @@ def summarize(
         int | None,
         option("N", "Maximum tokens that the writer reads and writes.", min=16),
     ] = None,
+    context: Annotated[
+        Literal["introduction", "document", "hierarchical"] | None,
+        option("NAME", "What the writer reads besides the extract: introduction, document or hierarchical."),
+    ] = None,
     language: Annotated[
         str | None,
         option("CODE", "Language, as de; by default detected from the script, with Latin as English."),
@@ -77,12 +81,13 @@ def summarize(
             writer,
             api.SummaryDecoding.parse(decoding, where="graft summarize"),
             window=window,
+            context=context,
             device=device,
             trust_remote_code=trust_remote_code,
         )
-    elif (method, length, window, seed) != ("greedy", 160, None, 0):
+    elif (method, length, window, seed, context) != ("greedy", 160, None, 0, None):
         api.SummaryDecoding.parse(decoding, where="graft summarize")
-        tell("note: --method, --length, --window and --seed have no effect without a writer (--writer).")
+        tell("note: --method, --length, --window, --context and --seed have no effect without a writer (--writer).")
     if as_json and (batch or out is not None):
         raise RecipeError(
             "--json prints one list, but --batch and --out write one line of JSON per document: choose one of them."
@@ -105,6 +110,8 @@ def summarize(
         }
         if model is not None:
             options.update(model.decoding.model_dump(mode="json"), window=window)
+        if context is not None:
+            options["context"] = context
         _append_summaries(out, paths, options, batch_arguments, quiet=quiet)
     elif batch:
         _exit_if_failed(_printed_rows(api.summarize_many(paths, **batch_arguments)), tell)

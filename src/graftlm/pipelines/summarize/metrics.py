@@ -22,6 +22,9 @@ _ROUGE_TYPES = {
     "rougeL": "rougeLsum",
 }
 
+COPY_SIZES = (1, 2, 3, 4, 10, 25)
+"""Numbers of words of the n-grams whose copying is measured; the thesis plots 1 to 25."""
+
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
 _OPENING_MARKS = " \t\r\n\"'“‘(["
@@ -95,6 +98,29 @@ def faithfulness(summary: str, source: str) -> Faithfulness:
         names=_share([name.casefold() for name in names], source_items),
         missing=tuple(missing),
     )
+
+
+def copied_shares(summary: str, source: str, sizes: Sequence[int] = COPY_SIZES) -> dict[int, float]:
+    """Compute the shares (0 to 1) of a summary's n-grams of words that occur in a text, as in Figure 2.2 of the thesis.
+
+    Words are compared without case. An n-gram that the summary has twice counts twice.
+
+    Args:
+        summary: the text of the summary.
+        source: the text, such as the whole document or an extract of it.
+        sizes: the numbers n of words.
+
+    Returns:
+        The share by n. Sizes above the number of words of the summary are left out.
+    """
+    words = split_words(summary)
+    source_words = split_words(source)
+    shares = {}
+    for size in sizes:
+        share = _share(ngrams(words, size), set(ngrams(source_words, size)))
+        if share is not None:
+            shares[size] = share
+    return shares
 
 
 def capitalized_names(text: str) -> list[str]:

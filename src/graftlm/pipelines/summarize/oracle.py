@@ -41,7 +41,19 @@ def oracle_labels(document: Sequence[str], summary: Sequence[str], per_sentence:
     Raises:
         MissingExtraError: NLTK is not installed.
     """
-    scores_NM = rouge_scores(document, summary)
+    return best_sentences(rouge_scores(document, summary), per_sentence)
+
+
+def best_sentences(scores_NM: Floats, per_sentence: int) -> list[list[int]]:
+    """Return the sentences of a document with the highest scores for each sentence of its summary.
+
+    Args:
+        scores_NM: scores of N sentences of the document for M sentences of the summary, (N, M).
+        per_sentence: number of best sentences.
+
+    Returns:
+        For each sentence of the summary, indices of sentences of the document, best first.
+    """
     order_NM = np.argsort(-scores_NM, axis=0, kind="stable")
     return order_NM[:per_sentence].T.tolist()
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_serializer
 
 from graftlm.config import Config
 from graftlm.errors import DataError, first_line
 
 LAYOUT_NAME = "layout.json"
 """Name of the file with the layout of a model, in the folder of the model."""
+
+
+Context = Literal["introduction", "document"]
 
 
 class PromptLayout(Config):
@@ -24,6 +29,8 @@ class PromptLayout(Config):
         summary: string before the summary.
         rest: string before the rest of the document, in training.
         window: maximum number of tokens of prompt and summary; None uses the model's maximum, but at most 4,096.
+        context: what the writer reads besides the extract: `introduction`, or `document` as far as it fits into the
+            window.
     """
 
     instruction: str | None = None
@@ -32,6 +39,15 @@ class PromptLayout(Config):
     summary: str = "\n\nSummary:\n"
     rest: str = "\n\n"
     window: int | None = Field(None, ge=16)
+    context: Context = "introduction"
+
+    @model_serializer(mode="wrap")
+    def _keep_tags(self, serialize: Callable[[object], dict[str, object]]) -> dict[str, object]:
+        """Leave out `context` at its default, so that earlier runs can be resumed."""
+        values = serialize(self)
+        if self.context == "introduction":
+            values.pop("context", None)
+        return values
 
 
 CHAT_LAYOUT = PromptLayout(

@@ -152,7 +152,7 @@ def summarize_batch(
     outputs = writer.write_batch(extracts)
     summaries = []
     for extract, output in zip(extracts, outputs, strict=True):
-        summary = _written_summary(extract, output, writer.name, encoder)
+        summary = _written_summary(extract, output, writer, encoder)
         summaries.append(summary)
     return summaries
 
@@ -185,13 +185,16 @@ def _extractive_summary(extract: Extract) -> Summary:
     )
 
 
-def _written_summary(extract: Extract, output: WriterOutput, writer: str, encoder: str | None) -> Summary:
+def _written_summary(
+    extract: Extract, output: WriterOutput, writer: LanguageModelWriter, encoder: str | None
+) -> Summary:
     """Return the text of a writer with links to the source."""
     document = extract.document
     read = output.read or extract.indices
     links = link_sentences(output.text, document, read, encoder)
     notes = [*extract.notes, *_document_notes(document)]
-    if document.introduction is None:
+    reads_introduction = writer.layout.context == "introduction" and not writer.is_hierarchical
+    if document.introduction is None and reads_introduction:
         notes.append(
             f"{document.name} has no heading that names an introduction: the writer reads its first sentences instead."
         )
@@ -202,7 +205,7 @@ def _written_summary(extract: Extract, output: WriterOutput, writer: str, encode
     return Summary(
         extract=extract,
         text=output.text,
-        writer=writer,
+        writer=writer.name,
         links=tuple(links),
         faithfulness=faithfulness(output.text, document.text),
         notes=(*notes, *output.notes),

@@ -1,6 +1,7 @@
 """Writers: a causal language model writes the summary after introduction, extract and a summary mark.
 
-The layout of a document is introduction | extract | summary mark | summary | rest of the document. Marks are plain
+The layout of a document is introduction | extract | summary mark | summary | rest of the document. Instead of the
+introduction, a writer may read the whole document, or summaries that it wrote of its sections. Marks are plain
 strings. A model that was trained on a layout has it in its folder as `layout.json`. Other models are prompted through
 their chat template, or get marks in plain English if they have none.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -30,7 +32,9 @@ from graftlm.data.chats import render_question
 from graftlm.errors import RecipeError
 from graftlm.generation.generate import load_model
 from graftlm.pipelines.summarize.document import SourceDocument
-from graftlm.pipelines.summarize.prompt_layout import CHAT_LAYOUT, PromptLayout, read_layout
+from graftlm.pipelines.summarize.hierarchy import hierarchical_prompt
+from graftlm.pipelines.summarize.prompt_layout import CHAT_LAYOUT, Context, PromptLayout, read_layout
+from graftlm.pipelines.summarize.prompts import Opening, WriterPrompt, opening_range, sentences_opening
 from graftlm.pipelines.summarize.selection import Extract
 from graftlm.pipelines.summarize.text import split_sentences, split_words
 
@@ -39,7 +43,6 @@ if TYPE_CHECKING:
 
 _DEFAULT_WINDOW = 4096  # limit of the window of models that can read more
 _PASSAGES = "\ue000"  # placeholder for the passages of a document while the chat template is filled
-_LEAD_SENTENCES = 30  # sentences that replace the introduction of a document without such a heading
 _PASSAGE_END = "."
 _SENTENCE_ENDS = '.!?。！？"”)'
 
@@ -114,27 +117,22 @@ class WriterOutput:
     read: tuple[int, ...] = ()
 
 
-class WriterPrompt(NamedTuple):
-    """A prompt of a writer.
+class _Passages(NamedTuple):
+    """The passages of a document that fit into the window.
 
     Attributes:
-        ids: token ids.
+        introduction: the texts before the extract.
+        extract: the mark of the extract and its sentences.
+        read: indices of the sentences.
         notes: remarks for the user, as sentences.
-        read: indices of the sentences in the prompt.
+        kept: number of whole texts before the extract.
     """
-
-    ids: list[int]
-    notes: list[str]
-    read: tuple[int, ...]
-
-
-class _Passages(NamedTuple):
-    """The passages of a document that fit into the window: their texts, the indices of their sentences, and notes."""
 
     introduction: str
     extract: str
     read: tuple[int, ...]
     notes: list[str]
+    kept: int
 
 
 class LanguageModelWriter:
@@ -147,6 +145,8 @@ class LanguageModelWriter:
         layout: the layout on which the model was trained. None prompts a chat model through its chat template; other
             models get marks in plain English, and their summaries a note about it.
         decoding: decoding of summaries; None uses the defaults.
+        is_hierarchical: whether the writer reads the document section by section, and before the extract its summaries
+            of the sections (see `hierarchical_prompt`), instead of what the layout names.
     """
 
     def __init__(
@@ -156,6 +156,8 @@ class LanguageModelWriter:
         name: str = "a language model",
         layout: PromptLayout | None = None,
         decoding: SummaryDecoding | None = None,
+        *,
+        is_hierarchical: bool = False,
     ) -> None:
         default_layout = CHAT_LAYOUT if tokenizer.chat_template else PromptLayout()
         self.model = model
@@ -163,6 +165,7 @@ class LanguageModelWriter:
         self.name = name
         self.layout = layout or default_layout
         self.decoding = decoding or SummaryDecoding()
+        self.is_hierarchical = is_hierarchical
         self._is_prompted_as_trained = layout is not None or self.layout is CHAT_LAYOUT
 
     @property
@@ -197,7 +200,8 @@ class LanguageModelWriter:
             DataError: the chat template can't be filled.
             RecipeError: the window has no room for an introduction and an extracted sentence.
         """
-        prompts = [self.build_prompt(extract) for extract in extracts]
+        build = partial(hierarchical_prompt, self) if self.is_hierarchical else self.build_prompt
+        prompts = [build(extract) for extract in extracts]
         completions = self.complete_batch([prompt.ids for prompt in prompts])
         outputs = []
         for extract, prompt, (text, truncated) in zip(extracts, prompts, completions, strict=True):
@@ -207,11 +211,7 @@ class LanguageModelWriter:
 
     def _output(self, extract: Extract, prompt: WriterPrompt, text: str, *, truncated: bool) -> WriterOutput:
         """Return the completion of a prompt as a summary."""
-        language = extract.document.language
-        text = text.strip()
-        if truncated:
-            text = drop_partial_sentence(text, language)
-        text, repeated = drop_repeated_sentences(text, language)
+        text, repeated = _clean(text, extract.document.language, truncated=truncated)
         notes = list(prompt.notes)
         if repeated:
             notes.append(f"{self.name} repeated {repeated} of its sentences; the repetitions are removed.")
@@ -221,6 +221,16 @@ class LanguageModelWriter:
             notes.append(f"{self.name} wrote nothing: the summary is the extract.")
             text = extract.text
         return WriterOutput(text, tuple(notes), prompt.read)
+
+    def write_texts(self, prompts: Sequence[WriterPrompt], language: str) -> list[str]:
+        """Return the completion of each prompt, without a truncated sentence and without repeated ones.
+
+        Args:
+            prompts: the prompts.
+            language: code of the language whose rules split the sentences.
+        """
+        completions = self.complete_batch([prompt.ids for prompt in prompts])
+        return [_clean(text, language, truncated=truncated)[0] for text, truncated in completions]
 
     @torch.inference_mode()
     def complete_batch(self, prompts: Sequence[list[int]]) -> list[tuple[str, bool]]:
@@ -247,7 +257,14 @@ class LanguageModelWriter:
             completions.append((text, is_truncated))
         return completions
 
-    def build_prompt(self, extract: Extract) -> WriterPrompt:
+    def opening(self, document: SourceDocument) -> Opening:
+        """Return what a prompt has before the extract: the introduction, or the whole document."""
+        context = self.layout.context
+        name = "introduction" if context == "introduction" else "document"
+        indices = opening_range(document, context)
+        return sentences_opening(document, indices, f"sentences of the {name}", fills=context != "introduction")
+
+    def build_prompt(self, extract: Extract, opening: Opening | None = None) -> WriterPrompt:
         """Return the prompt of introduction, extract and summary mark, and notes on sentences that do not fit.
 
         A chat model's prompt is `messages` in its chat template, up to the start of its answer. Each part is tokenized
@@ -256,12 +273,13 @@ class LanguageModelWriter:
 
         Args:
             extract: the selected sentences of a document.
+            opening: the texts before the extract; None uses those of `opening`.
 
         Raises:
             DataError: the chat template can't be filled.
             RecipeError: the window has no room for an introduction and an extracted sentence.
         """
-        passages = self._fit(extract)
+        passages = self._fit(extract, opening or self.opening(extract.document))
         start, end = self._frame
         frame_start, _ = self.frame_texts
         introduction = passages.introduction
@@ -271,7 +289,7 @@ class LanguageModelWriter:
             *self._tokenize_source(passages.extract, introduction),
             *end,
         ]
-        return WriterPrompt(ids, passages.notes, passages.read)
+        return WriterPrompt(ids, passages.notes, passages.read, passages.kept)
 
     def messages(self, extract: Extract) -> list[dict[str, str]]:
         """Return the message to a chat model: instruction, introduction, and the extract if the layout has one.
@@ -283,7 +301,7 @@ class LanguageModelWriter:
             DataError: the chat template can't be filled.
             RecipeError: the window has no room for an introduction and an extracted sentence.
         """
-        passages = self._fit(extract)
+        passages = self._fit(extract, self.opening(extract.document))
         return self._messages_around(passages.introduction + passages.extract)
 
     def _messages_around(self, passages: str) -> list[dict[str, str]]:
@@ -311,20 +329,20 @@ class LanguageModelWriter:
             start = [bos, *start]
         return start, self.tokenize(end_text, behind=_PASSAGE_END)
 
-    def _fit(self, extract: Extract) -> _Passages:
-        """Return introduction and extract as they fit into the window.
+    def _fit(self, extract: Extract, opening: Opening) -> _Passages:
+        """Return opening and extract as they fit into the window.
 
-        The introduction gets two thirds of the tokens, or less for an extracted sentence that needs more than a third.
-        The extract gets the rest. The first sentences of the introduction are kept, and the best ones of the extract.
+        The opening gets two thirds of the tokens, or less for an extracted sentence that needs more than a third; if it
+        `fills` the window, it also gets what the extract does not need. The extract gets the rest. The first texts of
+        the opening are kept, and the best sentences of the extract.
         """
         document = extract.document
         start, end = self._frame
         limit = self.window - self.decoding.max_new_tokens - len(start) - len(end)
         best = self._best_indices(extract)
-        share = self._introduction_share(document, best, limit)
-        opening = introduction_range(document)
+        share = self._introduction_share(document, best, limit, fills=opening.fills)
         frame_start, _ = self.frame_texts
-        introduction, count = self._fit_introduction(document, opening, share, frame_start)
+        introduction, count = self._fit_introduction(opening.texts, share, frame_start)
 
         def extract_text(count: int) -> str:
             return self._extract_text(document, best[:count])
@@ -334,10 +352,10 @@ class LanguageModelWriter:
         notes = []
         if kept < len(best):
             notes.append(f"{self.name} could read {kept} of the {len(best)} extracted sentences.")
-        if count < len(opening):
-            notes.append(f"{self.name} could read {count} of the {len(opening)} sentences of the introduction.")
-        read = {*opening[: max(count, 1)], *best[:kept]}
-        return _Passages(introduction, extract_text(kept), tuple(sorted(read)), notes)
+        if count < len(opening.texts):
+            notes.append(f"{self.name} could read {count} of the {len(opening.texts)} {opening.name}.")
+        read = {*opening.indices[: max(count, 1)], *best[:kept]}
+        return _Passages(introduction, extract_text(kept), tuple(sorted(read)), notes, count)
 
     def _best_indices(self, extract: Extract) -> list[int]:
         """Return the indices of the extracted sentences, best first; none if the layout has no extract."""
@@ -353,15 +371,19 @@ class LanguageModelWriter:
         sentences = " ".join(document.sentences[index].text for index in sorted(indices))
         return f"{self.layout.extract}{sentences}"
 
-    def _introduction_share(self, document: SourceDocument, best: Sequence[int], limit: int) -> int:
+    def _introduction_share(self, document: SourceDocument, best: Sequence[int], limit: int, *, fills: bool) -> int:
         """Return the maximum number of tokens of the introduction.
 
         Args:
             document: the document.
             best: indices of the extracted sentences, best first.
             limit: maximum number of tokens of introduction and extract.
+            fills: see `Opening`.
         """
         share = 2 * limit // 3
+        if fills:
+            whole = self._extract_text(document, best)
+            share = max(share, limit - len(self._tokenize_source(whole, _PASSAGE_END)))
         if best:
             first = self._extract_text(document, best[:1])
             share = min(share, limit - len(self._tokenize_source(first, _PASSAGE_END)))
@@ -373,12 +395,14 @@ class LanguageModelWriter:
             )
         return share
 
-    def _fit_introduction(self, document: SourceDocument, opening: range, limit: int, behind: str) -> tuple[str, int]:
-        """Return the text of the first sentences of an introduction that fit behind a text, and their number.
+    def _fit_introduction(self, opening: Sequence[str], limit: int, behind: str) -> tuple[str, int]:
+        """Return the first texts of an opening that fit behind a text, and their number.
 
-        If the first sentence does not fit, its beginning is returned, and the number is 0.
+        If the first one does not fit, its beginning is returned, and the number is 0.
         """
-        texts = [document.sentences[index].text for index in opening[:limit]]
+        texts = opening[:limit]
+        if not texts:
+            return "", 0
         first = texts[0]
 
         def sentences_text(count: int) -> str:
@@ -415,10 +439,12 @@ class LanguageModelWriter:
         return continuation_ids(self.tokenizer, behind, text, split_special_tokens=True)
 
 
-def introduction_range(document: SourceDocument) -> range:
-    """Return the indices of the sentences of the introduction, or the first 30 of a document without one."""
-    lead = range(min(_LEAD_SENTENCES, len(document.sentences)))
-    return document.introduction or lead
+def _clean(text: str, language: str, *, truncated: bool) -> tuple[str, int]:
+    """Return a completion without a truncated sentence and repeated ones, and the number of the latter."""
+    text = text.strip()
+    if truncated:
+        text = drop_partial_sentence(text, language)
+    return drop_repeated_sentences(text, language)
 
 
 def drop_partial_sentence(text: str, language: str = "en") -> str:
@@ -458,6 +484,7 @@ def load_writer(
     decoding: SummaryDecoding | None = None,
     *,
     window: int | None = None,
+    context: Context | Literal["hierarchical"] | None = None,
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> LanguageModelWriter:
@@ -467,12 +494,14 @@ def load_writer(
         folder: folder or hub name of a model, or folder of a graft.
         decoding: decoding of summaries; None uses the defaults.
         window: maximum number of tokens of prompt and summary; None uses the layout's.
+        context: what the writer reads besides the extract, as in `PromptLayout`, or `hierarchical` (see
+            `LanguageModelWriter`); None uses the layout's.
         device: torch device of the model; None selects the fastest available one.
         trust_remote_code: whether the model may run code of its repository.
 
     Raises:
         DataError: `layout.json` can't be read.
-        RecipeError: the window has fewer than 16 tokens, or more than the model can read.
+        RecipeError: the window has fewer than 16 tokens, or more than the model can read; or the context is unknown.
         ArtifactError: the folder is neither a graft nor a model, or the graft belongs to another backbone.
         BackboneError: the model can't be loaded, or has no tokenizer.
     """
@@ -484,10 +513,13 @@ def load_writer(
         layout=read_layout(folder),
         decoding=decoding,
     )
-    if window is not None:
-        writer.layout = PromptLayout.parse({**writer.layout.model_dump(), "window": window})
-        if writer.window < window:
-            raise RecipeError(
-                f"The window has {window:,} tokens, but {folder} reads {writer.window:,} at most: set a smaller window."
-            )
+    writer.is_hierarchical = context == "hierarchical"
+    changes = {"window": window, "context": None if writer.is_hierarchical else context}
+    given = {name: value for name, value in changes.items() if value is not None}
+    if given:
+        writer.layout = PromptLayout.parse({**writer.layout.model_dump(), **given})
+    if window is not None and writer.window < window:
+        raise RecipeError(
+            f"The window has {window:,} tokens, but {folder} reads {writer.window:,} at most: set a smaller window."
+        )
     return writer

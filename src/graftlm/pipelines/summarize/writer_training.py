@@ -2,11 +2,13 @@
 
 An example is a prompt with its human summary, in one window. The rest of the documents fills separate windows, as text
 of the domain. The loss covers all tokens, including those of the introduction.
+
+All weights of a model train, or those of the grafts of a `GraftedModel`, whose backbone stays frozen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,17 +18,24 @@ from graftlm.backbone import padding_id
 from graftlm.data import NEW, OLD, Mixture, TokenBlocks, pack
 from graftlm.data import Document as TrainingText
 from graftlm.data.boundaries import split_rows
-from graftlm.errors import DataError
+from graftlm.errors import DataError, RecipeError
 from graftlm.files.writing import write_atomically
+from graftlm.grafted.model import GraftedModel
+from graftlm.grafts import Graft
 from graftlm.pipelines.summarize.document import SourceDocument
-from graftlm.pipelines.summarize.prompt_layout import LAYOUT_NAME
+from graftlm.pipelines.summarize.prompt_layout import LAYOUT_NAME, Context
+from graftlm.pipelines.summarize.prompts import opening_range
 from graftlm.pipelines.summarize.selection import Extract
-from graftlm.pipelines.summarize.writer import LanguageModelWriter, introduction_range
+from graftlm.pipelines.summarize.writer import LanguageModelWriter
+from graftlm.store.artifact import save_graft
 from graftlm.training import TrainingConfig, train
 from graftlm.training.language_model import LanguageModel, check_rows, save_model
 
 MODEL = "model"
 """Name of the folder of the trained model, in the folder of a training run."""
+
+GRAFT = "graft"
+"""Name of the folder of the trained graft, in the folder of a training run."""
 
 
 @dataclass(frozen=True)
@@ -49,45 +58,88 @@ def train_writer(
     out: str | Path,
     *,
     rest_fraction: float = 0.5,
+    identity: Mapping[str, object] | None = None,
     progress: bool = True,
 ) -> Path:
-    """Train all weights of a writer's model on its layout. An interrupted run resumes from its last checkpoint.
+    """Train a writer's model on its layout. An interrupted run resumes from its last checkpoint.
 
     Rows have the length of the writer's window; `decoding.max_new_tokens` of it are for the summary.
 
     Args:
-        writer: the writer; its model is trained in place.
+        writer: the writer; its model is trained in place: all of its weights, or the graft of a `GraftedModel`.
         examples: documents with summaries.
         training: configuration of the training loop.
         out: folder of the history, the checkpoints and the trained model.
-        rest_fraction: fraction of the rows that come from the rest of the documents, from 0 to 1.
+        rest_fraction: fraction of the rows that come from the rest of the documents, from 0 to 1; 0 for a graft, to
+            which the rest would be old text.
+        identity: further JSON values that a resumed run must share.
         progress: whether to display a progress bar.
 
     Returns:
-        The folder of model, tokenizer and layout, for `load_writer`.
+        The folder of model, tokenizer and layout, or of graft and layout, for `load_writer`.
 
     Raises:
         DataError: there is no example, the documents have no text outside their introductions although `rest_fraction`
             is above 0, `rest_fraction` is not from 0 to 1, or the chat template can't be filled.
         RecipeError: the window has no room for an introduction, an extracted sentence and a summary, or is larger than
-            the model's.
+            the model's; or the model has several grafts, or a graft and a `rest_fraction` above 0.
         TrainingError: `out` has a checkpoint of another run, or the loss or a gradient is not finite.
         EvaluationError: a file in `out` can't be written.
+        ArtifactError: the graft can't be written.
     """
-    check_rows(writer.model, length=writer.window, longest=writer.window, boundaries="whole")
+    model = writer.model
+    is_grafted = isinstance(model, GraftedModel)
+    if is_grafted:
+        _check_graft(model, rest_fraction)
+    check_rows(
+        model.backbone.model if is_grafted else model,
+        length=writer.window,
+        longest=writer.window,
+        boundaries="whole",
+    )
     mixture = _mixture(writer, examples, training, rest_fraction)
-    identity = {"layout": writer.layout.model_dump(mode="json")}
     train(
-        LanguageModel(writer.model),
+        model if is_grafted else LanguageModel(model),
         mixture,
         training,
         out,
-        identity=identity,
+        identity={"layout": writer.layout.model_dump(mode="json"), **(identity or {})},
         progress=progress,
     )
-    writer.model.eval()
-    folder = Path(out) / MODEL
-    save_model(writer.model, writer.tokenizer, folder)
+    model.eval()
+    return save_writer(writer, out)
+
+
+def _check_graft(model: GraftedModel, rest_fraction: float) -> None:
+    """Raise `RecipeError` if a grafted model can't be trained as a writer."""
+    if len(model.grafts) != 1:
+        raise RecipeError(f"The writer has {len(model.grafts)} grafts, but one is expected: attach the one to train.")
+    if rest_fraction:
+        raise RecipeError(
+            f"rest_fraction is {rest_fraction:g}, but a graft takes the rest of the documents for old text: set it to "
+            "0."
+        )
+
+
+def save_writer(writer: LanguageModelWriter, out: str | Path) -> Path:
+    """Write the model of a writer with its layout to a subfolder, which is returned.
+
+    Args:
+        writer: the writer. Of a `GraftedModel` only the graft is written.
+        out: folder of the run.
+
+    Raises:
+        ArtifactError: the graft can't be written.
+        EvaluationError: the layout can't be written.
+    """
+    model = writer.model
+    if isinstance(model, GraftedModel):
+        (graft,) = model.grafts.values()
+        assert isinstance(graft, Graft), "a GraftedModel checks its grafts"
+        folder = save_graft(graft, model.backbone, Path(out) / GRAFT)
+    else:
+        folder = Path(out) / MODEL
+        save_model(model, writer.tokenizer, folder)
     layout = writer.layout.model_copy(update={"window": writer.window})
     write_atomically(folder / LAYOUT_NAME, layout.model_dump_json(indent=2).encode())
     return folder
@@ -149,7 +201,10 @@ def rest_rows(writer: LanguageModelWriter, documents: Sequence[SourceDocument]) 
     Raises:
         DataError: the documents have no text outside their introductions.
     """
-    texts = (TrainingText(writer.layout.rest + rest_text(document), document.name) for document in documents)
+    texts = (
+        TrainingText(writer.layout.rest + rest_text(document, writer.layout.context), document.name)
+        for document in documents
+    )
     return pack(
         texts,
         writer.tokenizer,
@@ -159,8 +214,8 @@ def rest_rows(writer: LanguageModelWriter, documents: Sequence[SourceDocument]) 
     )
 
 
-def rest_text(document: SourceDocument) -> str:
-    """Return the sentences outside the introduction (see `introduction_range`), joined by spaces."""
-    introduction = introduction_range(document)
+def rest_text(document: SourceDocument, context: Context = "introduction") -> str:
+    """Return the sentences that the writer does not read before the extract (see `opening_range`), joined by spaces."""
+    opening = opening_range(document, context)
     sentences = enumerate(document.sentences)
-    return " ".join(sentence.text for index, sentence in sentences if index not in introduction)
+    return " ".join(sentence.text for index, sentence in sentences if index not in opening)
