@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +52,7 @@ class SequenceBatch:
             labels=self.labels.to(device),
         )
 
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Tensor]:
         """Return the keyword arguments of a classifier's forward pass."""
         return {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
 

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 from graftlm.backbone.backbone import move
-from graftlm.data.sequence_config import SequenceConfig
 from graftlm.data.sequences import Sequences, read_task, read_test
-from graftlm.errors import ArtifactError, first_line
-from graftlm.evaluation import Results, Row
+from graftlm.evaluation import Metric, Results, Row
 from graftlm.evaluation.classification import accuracy_metrics, predict_classes
 from graftlm.evaluation.cost import count_parameters
 from graftlm.processes import process_state
-from graftlm.training.classifier import RECORD, read_classifier
-
-_KEYS = ("data", "classes", "commonest")
+from graftlm.training.classifier import RECORD, ClassifierRecord, read_classifier
 
 
 def is_classifier(folder: str | Path) -> bool:
@@ -49,40 +42,27 @@ def evaluate_classifier(
         DataError: a file can't be read, or has a class that the classifier does not have.
         EvaluationError: a prediction is not finite.
     """
-    model, record = read_classifier(folder, _KEYS)
-    move(model, device or process_state().device)
-    metrics: dict[str, Any] = {}
+    model, record = read_classifier(folder)
+    move(model, device or str(process_state().device))
+    metrics: dict[str, Metric] = {}
     notes: list[str] = []
-    for name, sequences in _tests(folder, record, files, notes).items():
+    for name, sequences in _tests(record, files, notes).items():
         predicted = predict_classes(model, sequences, batch_size=batch_size)
-        for metric, value in accuracy_metrics(predicted, sequences.labels, record["commonest"]).items():
+        for metric, value in accuracy_metrics(predicted, sequences.labels, record.commonest).items():
             metrics[f"{metric}_{name}" if name else metric] = value
     metrics["parameters"] = count_parameters(model.parameters())
     row = Row(id=model.config.model_type, label=model.config.model_type, metrics=metrics)
     return Results.here("eval", [row], details={"notes": notes} if notes else {})
 
 
-def _tests(
-    folder: str | Path,
-    record: Mapping[str, Any],
-    files: Mapping[str, str],
-    notes: list[str],
-) -> dict[str, Sequences]:
+def _tests(record: ClassifierRecord, files: Mapping[str, str], notes: list[str]) -> dict[str, Sequences]:
     """Return the test sequences by name, which is empty for the recipe's own ones; `notes` receives notes on them."""
-    adapter: TypeAdapter[SequenceConfig] = TypeAdapter(SequenceConfig)
-    try:
-        config = adapter.validate_python(record["data"])
-    except ValidationError as error:
-        raise ArtifactError(
-            f"{Path(folder) / RECORD} has a data section that can't be used ({first_line(error)}): train the "
-            "classifier again with this version."
-        ) from None
     tests: dict[str, Sequences] = {}
     if not files:
-        task = read_task(config)
+        task = read_task(record.data)
         notes.extend(task.notes)
         tests[""] = task.test
     for name, path in files.items():
-        tests[name], of_file = read_test(config, record["classes"], path)
+        tests[name], of_file = read_test(record.data, record.classes, path)
         notes.extend(of_file)
     return tests

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -14,14 +14,14 @@ from graftlm.config import Config
 from graftlm.data.sequence_batches import SequenceBatches
 from graftlm.data.sequence_config import SequenceConfig
 from graftlm.data.sequences import Sequences, SequenceTask, read_task
-from graftlm.evaluation import Row
+from graftlm.evaluation import Metric, Row
 from graftlm.evaluation.classification import accuracy_metrics, commonest_class, predict_classes
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.inference import Precision
 from graftlm.evaluation.measurement import Measurement
 from graftlm.processes import process_state
 from graftlm.runs.run import RunContext, Trainee, TrainingRun, steps_text
-from graftlm.training.classifier import SequenceClassifier, new_classifier, save_classifier
+from graftlm.training.classifier import ClassifierRecord, SequenceClassifier, new_classifier, save_classifier
 from graftlm.training.config import TrainingConfig
 from graftlm.training.loop import TrainingSummary
 
@@ -34,7 +34,7 @@ class ClassifierEvaluationConfig(Config):
 
 
 class _ClassifierSettings(Config):
-    model: dict[str, Any] = Field(
+    model: dict[str, object] = Field(
         description="The config of a new model: its model_type in transformers, and any of its keys. Its vocabulary "
         "and classes follow from the data."
     )
@@ -82,8 +82,7 @@ class ClassifierRun(_ClassifierSettings, TrainingRun):
         """
         task = read_task(self.data)
         model = new_classifier(self.model, task, self.training.seed)
-        device: Any = self.device or process_state().device
-        move(model, device)
+        move(model, self.device or str(process_state().device))
         batches = SequenceBatches(task.train, self.training.batch_size, self.training.seed)
         for note in task.notes:
             context.log(note)
@@ -109,11 +108,13 @@ class ClassifierRun(_ClassifierSettings, TrainingRun):
             batch_size=self.evaluation.batch_size,
             precision=self.evaluation.precision,
         )
-        metrics: dict[str, Any] = dict(accuracy_metrics(predicted, task.test.labels, commonest_class(task.train)))
-        metrics["parameters"] = count_parameters(model.parameters())
+        metrics: dict[str, Metric] = {
+            **accuracy_metrics(predicted, task.test.labels, commonest_class(task.train)),
+            "parameters": count_parameters(model.parameters()),
+        }
         row_id = model.config.model_type
         rows = {"train": _rows_by_class(task, task.train), "test": _rows_by_class(task, task.test)}
-        details: dict[str, Any] = {"rows_by_class": rows}
+        details: dict[str, object] = {"rows_by_class": rows}
         if task.notes:
             details["notes"] = list(task.notes)
         return Measurement(Row(id=row_id, label=self.label or row_id, metrics=metrics), details)
@@ -127,11 +128,11 @@ class ClassifierRun(_ClassifierSettings, TrainingRun):
     ) -> None:
         """Write the model, and how its rows are read, into the folder `model` of the run's folder."""
         task = trainee.evaluation
-        record = {
-            "data": self.data.model_dump(mode="json"),
-            "classes": list(task.classes),
-            "commonest": commonest_class(task.train),
-        }
+        record = ClassifierRecord(
+            data=self.data,
+            classes=list(task.classes),
+            commonest=commonest_class(task.train),
+        )
         save_classifier(trainee.model.model, record, context.folder / "model")
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -15,7 +14,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from graftlm.backbone import max_sequence_length
+from graftlm.config import Config
 from graftlm.data.sequence_batches import PADDING_ID
+from graftlm.data.sequence_config import SequenceConfig
 from graftlm.data.sequences import SequenceTask
 from graftlm.errors import ArtifactError, RecipeError, first_line
 from graftlm.files.writing import staged_folder
@@ -26,6 +27,20 @@ from graftlm.training.new_config import config_errors, new_config
 RECORD = "sequences.json"
 """File of a classifier's folder with what is needed to read rows as in training."""
 _OF_DATA = ("num_labels", "id2label", "label2id", "problem_type")
+
+
+class ClassifierRecord(Config):
+    """What a saved classifier records, with which rows are read and measured as in training.
+
+    Args:
+        data: the data section of the recipe.
+        classes: names of the classes, in the order of their numbers.
+        commonest: number of the commonest class of the training rows.
+    """
+
+    data: SequenceConfig
+    classes: list[str]
+    commonest: int
 
 
 class SequenceClassifier(nn.Module):
@@ -71,7 +86,7 @@ class SequenceClassifier(nn.Module):
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def new_classifier(values: Mapping[str, Any], task: SequenceTask, seed: int) -> PreTrainedModel:
+def new_classifier(values: Mapping[str, object], task: SequenceTask, seed: int) -> PreTrainedModel:
     """Make a float32 classifier with random weights. Sets torch's global seed.
 
     Args:
@@ -103,9 +118,9 @@ def new_classifier(values: Mapping[str, Any], task: SequenceTask, seed: int) -> 
     return model
 
 
-def _check_fit(model: Any, task: SequenceTask) -> None:
+def _check_fit(model: PreTrainedModel, task: SequenceTask) -> None:
     """Raise `RecipeError` if a model can't read the sequences of a task."""
-    size = model.get_input_embeddings().weight.shape[0]
+    size = getattr(model.config, "vocab_size", task.vocab_size)
     if size < task.vocab_size:
         raise RecipeError(
             f"model.vocab_size is {size}, but the data has {task.vocab_size} tokens: raise it, or leave it out."
@@ -117,16 +132,17 @@ def _check_fit(model: Any, task: SequenceTask) -> None:
             f"A sequence has {longest:,} tokens, but the model has {limit:,} positions: raise "
             "model.max_position_embeddings, or lower data.length."
         )
-    if hasattr(model, "check_lengths"):
-        model.check_lengths(task.train.longest, longest)
+    check_lengths = getattr(model, "check_lengths", None)
+    if callable(check_lengths):
+        check_lengths(task.train.longest, longest)
 
 
-def save_classifier(model: PreTrainedModel, record: Mapping[str, object], folder: Path) -> None:
+def save_classifier(model: PreTrainedModel, record: ClassifierRecord, folder: Path) -> None:
     """Write a classifier. On an error, the folder is left unchanged.
 
     Args:
         model: a transformers model.
-        record: plain JSON values with which rows are read again.
+        record: how its rows are read.
         folder: the folder to write; an existing one is replaced.
 
     Raises:
@@ -134,15 +150,14 @@ def save_classifier(model: PreTrainedModel, record: Mapping[str, object], folder
     """
     with staged_folder(folder) as draft:
         model.save_pretrained(draft)
-        (draft / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (draft / RECORD).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
-def read_classifier(folder: str | Path, keys: Sequence[str]) -> tuple[PreTrainedModel, dict[str, Any]]:
+def read_classifier(folder: str | Path) -> tuple[PreTrainedModel, ClassifierRecord]:
     """Load a classifier that `save_classifier` wrote, in float32, and its record.
 
     Args:
         folder: its folder.
-        keys: the keys that the record must have.
 
     Raises:
         ArtifactError: the folder is not a complete classifier, or its files are damaged.
@@ -150,11 +165,11 @@ def read_classifier(folder: str | Path, keys: Sequence[str]) -> tuple[PreTrained
     path = Path(folder) / RECORD
     remedy = "name the folder model of a finished run of kind: classifier"
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = ClassifierRecord.parse(json.loads(path.read_text(encoding="utf-8")), where=str(path))
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{path} can't be read ({first_line(error)}): {remedy}.") from None
-    if not isinstance(record, dict) or not all(key in record for key in keys):
-        raise ArtifactError(f"{path} lacks one of {', '.join(keys)}: {remedy}.")
+    except RecipeError as error:
+        raise ArtifactError(f"The record of a classifier can't be used ({first_line(error)}): {remedy}.") from None
     register()
     try:
         model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)

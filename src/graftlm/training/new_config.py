@@ -14,7 +14,7 @@ from graftlm.models import register
 
 
 def new_config(
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     defaults: Mapping[str, object],
     architectures: Container[type[PreTrainedConfig]],
     purpose: str,
@@ -31,7 +31,7 @@ def new_config(
         RecipeError: there is no such architecture, it does not serve the purpose, or a key or value does not fit it.
     """
     register()
-    name = values["model_type"]
+    name = str(values["model_type"])
     if name not in CONFIG_MAPPING:
         hint = did_you_mean(name, CONFIG_MAPPING).partition(" (known")[0]  # transformers has hundreds of types.
         raise RecipeError(
@@ -70,7 +70,7 @@ def config_errors(values: Mapping[str, object], *kinds: type[Exception]) -> Iter
         ) from None
 
 
-def _config_keys(config_class: Any) -> set[str]:
+def _config_keys(config_class: type[PreTrainedConfig]) -> set[str]:
     """Return the keys that a config class documents: the arguments of its constructor, and their other names."""
     keys = set(config_class.attribute_map)
     for parameter in inspect.signature(config_class.__init__).parameters.values():
