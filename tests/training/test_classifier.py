@@ -69,7 +69,7 @@ def values(folder: Path, **changes: Any) -> dict[str, Any]:
         "kind": "classifier",
         "model": BLOCK_STATE,
         "data": BYTES | files,
-        "training": {"steps": 24, "batch_size": 8, "learning_rate": 0.02},
+        "training": {"steps": 16, "batch_size": 8, "learning_rate": 0.02},
         "device": "cpu",
         "out": str(folder / "run"),
     } | changes
@@ -131,12 +131,12 @@ def test_a_run_is_measured_beside_the_commonest_class_and_again_by_the_command(t
 
 @pytest.mark.usefixtures("undrawn_figures")
 def test_resume_is_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = {"steps": 8, "batch_size": 8, "learning_rate": 0.02, "checkpoint_every": 2}
+    training = {"steps": 4, "batch_size": 4, "learning_rate": 0.02, "checkpoint_every": 1}
     run(tmp_path, "whole", training=training)
     draw = SequenceBatches.batch
 
     def cut(self: SequenceBatches, step: int) -> Any:
-        if step == 5:
+        if step == 3:
             raise KeyboardInterrupt
         return draw(self, step)
 
