@@ -17,7 +17,7 @@ from graftlm.models.block_state.config import BlockStateConfig
 from graftlm.pipelines.clarify.templates import Exemplar, Template
 from graftlm.pipelines.summarize import SelectorTrainingConfig, WriterTrainingConfig
 from graftlm.pipelines.summarize.prompt_layout import PromptLayout
-from graftlm.runs.recipe import LanguageModelRecipe, Recipe, TaskRecipe
+from graftlm.runs.recipe import ClassifierRecipe, LanguageModelRecipe, Recipe, TaskRecipe
 
 DOCS = Path(__file__).parents[1] / "docs"
 COLUMNS = ["paper", "here", "key", "deviation and reason"]
@@ -26,7 +26,7 @@ RECIPES: list[type[BaseModel]] = [Recipe, TaskRecipe, LanguageModelRecipe]
 CONFIGS: dict[str, list[type[BaseModel]]] = {
     "clarify": [Template, Exemplar],
     "summarize": [SelectorTrainingConfig, WriterTrainingConfig, PromptLayout],
-    "block-state": [LanguageModelRecipe],
+    "block-state": [LanguageModelRecipe, ClassifierRecipe],
 }
 """Configs of the pages that describe no kind of graft."""
 MODEL_CONFIGS = {"block-state": BlockStateConfig}

@@ -92,7 +92,7 @@ def _type(annotation: Any) -> str:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (Union, UnionType):
         kinds = [_type(argument) for argument in arguments if argument is not NoneType]
-        return " or ".join(kinds)
+        return " or ".join(dict.fromkeys(kinds))
     if origin is list:
         item = _type(arguments[0])
         if item.startswith("list"):

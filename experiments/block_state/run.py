@@ -161,7 +161,9 @@ ROWS = (
     "gated_delta",
 )
 ALL_LABELS = LABELS | CONTROLS
-TABLES = ("attribution", "scale", "window")
+LAYOUTS = ("slide", "bst_sh_s4d", "bst_mh_s4d", "bst_mf_s4d", "bst_sh_unstructured", "bst_mf_unstructured")
+"""The context states and kernels of Table 5.1 of the thesis, beside the sliding window."""
+TABLES = ("attribution", "scale", "window", "layouts")
 
 
 class Variant(NamedTuple):
@@ -199,6 +201,8 @@ def cells(tables: Sequence[str]) -> dict[str, tuple[str, str]]:
     shown = []
     if "attribution" in tables:
         shown += [(row, "") for row in ROWS]
+    if "layouts" in tables:
+        shown += [(row, "") for row in LAYOUTS]
     if "scale" in tables:
         shown += _pairs(VARIED["scale"], ("width192", "width384"))
         shown.append(("sh_delta_reset", "width192"))

@@ -83,7 +83,7 @@ def test_logits_have_no_gradients_for_later_tokens(variant: str, training: bool)
         assert float(sizes[t]) > 1e-4 * float(sizes.sum())
 
 
-@pytest.mark.parametrize("variant", tools.default_cases([*tools.BLOCK_STATE, "recurrent"]))
+@pytest.mark.parametrize("variant", tools.default_cases([*tools.BLOCK_STATE, *tools.DSS, *tools.WIDE, "recurrent"]))
 def test_context_states_reach_beyond_the_windows(variant: str) -> None:
     model = tools.model(variant, num_hidden_layers=1, mixer_layers=[0], positional_ssm=False)
     embeds = model.get_input_embeddings()(tools.ids(1, LENGTH)).detach().requires_grad_()
@@ -145,7 +145,7 @@ def test_interleaved_generations_do_not_mix(variant: str) -> None:
         torch.testing.assert_close(torch.cat(actual[row]), single_pass(variant, texts[row]), rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("variant", ["slide", "recurrent", "sh-s4d", "mh-s4d", "mf-s4d"])
+@pytest.mark.parametrize("variant", ["slide", "recurrent", "sh-s4d", "mh-s4d", "mf-s4d", *tools.DSS, *tools.WIDE])
 def test_the_cache_does_not_grow(variant: str) -> None:
     def size(length: int) -> int:
         with torch.no_grad():

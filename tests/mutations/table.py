@@ -305,6 +305,8 @@ MUTATIONS = [
         ("kernel's energy halved", "block-state", _SSM, "/ (2 * alpha)", "/ alpha"),
         ("kernel network of variance 1", "block-state", _SSM, "normal_(std=self.outer.in_features**-0.5)", "normal_()"),
         ("circular convolution", "block-state", _CONVOLUTION, "size = 2 * length", "size = length"),
+        ("scan of pairs with the decay of one chunk", "block-state", _CONVOLUTION, "length=2 * length", "length=length"),
+        ("frequencies of HiPPO doubled", "block-state", _SSM, "torch.outer(root, root) / 2", "torch.outer(root, root)"),
         ("scores without their scale", "block-state", _MULTI_HEAD, "(q / math.sqrt(q.shape[-1])) @ k", "q @ k"),
         ("banded scores by the whole width", "block-state", _WINDOWS, "math.sqrt(q_BGd.shape[-1] / self.num_heads)", "math.sqrt(q_BGd.shape[-1])"),
         ("states see one token ahead", "block-state", _MULTI_HEAD, "position <= position[:, None]", "position <= position[:, None] + 1"),

@@ -65,10 +65,10 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launch(folder: Path, jobs: list[dict]) -> None:
-    """Run the jobs in two processes on the CPU, where `accelerate launch` would start only one."""
+def launch(folder: Path, jobs: list[dict] | list[str], script: Path = HERE / "toy.py") -> None:
+    """Run the jobs of a script in two processes on the CPU, where `accelerate launch` would start only one."""
     options = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *options, str(HERE / "toy.py"), str(folder), json.dumps(jobs)]
+    command = [sys.executable, *options, str(script), str(folder), json.dumps(jobs)]
     environment = os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

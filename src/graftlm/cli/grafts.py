@@ -47,7 +47,7 @@ def evaluate(
     ] = None,
     rows: Annotated[
         list[str] | None,
-        option("NAME=FILE", "Labelled rows of a task that the graft has a head for. Repeatable."),
+        option("NAME=FILE", "Labelled rows of a task that the graft has a head for, or of a classifier. Repeatable."),
     ] = None,
     metric: Annotated[
         str | None,
@@ -78,6 +78,7 @@ def evaluate(
     from graftlm.evaluation import write_report
     from graftlm.evaluation.evaluator import EvaluationConfig
     from graftlm.evaluation.terminal_tables import print_side_by_side
+    from graftlm.generation.classify import evaluate_classifier, is_classifier
     from graftlm.generation.evaluate import evaluate_graft
     from graftlm.generation.inputs import files_by_name, read_tasks, read_texts
     from graftlm.generation.predict import evaluate_rows, load_task_graft
@@ -88,13 +89,18 @@ def evaluate(
         "device": device,
         "trust_remote_code": trust_remote_code,
     }
-    if rows:
-        if text or examples or tasks:
-            raise DataError(
-                "--rows measures a graft with heads, and can't be combined with --text, --examples or --tasks, which "
-                "need a language model: leave out one or the other."
-            )
-        files = files_by_name(rows, "files of rows", "--rows")
+    measures_classes = is_classifier(graft)
+    if (rows or measures_classes) and (text or examples or tasks):
+        raise DataError(
+            "A model that predicts labels is measured with --rows, and can't be combined with --text, --examples or "
+            "--tasks, which need a language model: leave out one or the other."
+        )
+    if measures_classes and (backbone or changes):
+        raise DataError(f"{graft} is a classifier without a graft: leave out --backbone and --set, which change one.")
+    files = files_by_name(rows or (), "files of rows", "--rows")
+    if measures_classes:
+        results = evaluate_classifier(graft, files, batch_size=batch_size, device=device)
+    elif rows:
         results = evaluate_rows(load_task_graft(graft, **model), files, batch_size=batch_size)
     else:
         own_tasks = read_tasks(

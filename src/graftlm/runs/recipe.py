@@ -16,6 +16,7 @@ from graftlm.evaluation.report import write_report
 from graftlm.files.writing import write_atomically
 from graftlm.grafts import HasSizes, graft_class, kinds
 from graftlm.processes import process_state
+from graftlm.runs.classifier_run import ClassifierRecipe
 from graftlm.runs.execute import execute, locked
 from graftlm.runs.graft_recipe import Recipe
 from graftlm.runs.graft_run import GraftRun
@@ -35,8 +36,8 @@ def run_recipe(recipe: AnyRecipe, out: str | Path | None = None, *, progress: bo
     """Train the recipe's model and write the report.
 
     Args:
-        recipe: the recipe of one graft, of tasks or of a language model.
-        out: the output folder; by default the recipe's. A graft is written to `out/graft`, a language model to
+        recipe: the recipe of one graft, of tasks, of a language model or of a classifier.
+        out: the output folder; by default the recipe's. A graft is written to `out/graft`, another model to
             `out/model`.
         progress: whether to show the progress of training.
         log: receives each line of the log.
@@ -81,7 +82,7 @@ def compare_recipe(
         The results with one row for each run, which are also written to `out/results.json`.
 
     Raises:
-        RecipeError: the recipe is one of a language model, of tasks or of stages; `frontier` is true, but the test
+        RecipeError: the recipe is one of a new model, of tasks or of stages; `frontier` is true, but the test
             texts old or new are missing; or another process works in the folder.
         GraftError: the model or its texts can't be loaded, or training stops; see `train`.
     """
@@ -101,8 +102,8 @@ def compare_recipe(
 
 def _comparable(recipe: AnyRecipe) -> Recipe:
     """Return the recipe if its methods can be compared, else raise `RecipeError`."""
-    if isinstance(recipe, LanguageModelRecipe):
-        raise RecipeError("The recipe trains one language model, so there is nothing to compare: run graft train.")
+    if isinstance(recipe, LanguageModelRecipe | ClassifierRecipe):
+        raise RecipeError(f"The recipe trains one {recipe.kind}, so there is nothing to compare: run graft train.")
     if isinstance(recipe, TaskRecipe):
         raise RecipeError(
             "The recipe has tasks, but graft compare trains on text: run graft train once for each method, each with "
@@ -249,6 +250,7 @@ def parse_recipe(values: dict[str, object], where: str) -> AnyRecipe:
     | `stages` | `GrowthRecipe` |
     | `tasks` | `TaskRecipe` |
     | `kind: language-model` | `LanguageModelRecipe` |
+    | `kind: classifier` | `ClassifierRecipe` |
     | none of these | `Recipe` |
 
     Args:
@@ -261,11 +263,13 @@ def parse_recipe(values: dict[str, object], where: str) -> AnyRecipe:
     kind = values.get("kind")
     if "stages" in values:
         return GrowthRecipe.parse(values, where=where)
-    if kind == LanguageModelRecipe.model_fields["kind"].default:
-        return LanguageModelRecipe.parse(values, where=where)
+    for form in (LanguageModelRecipe, ClassifierRecipe):
+        if kind == form.model_fields["kind"].default:
+            return form.parse(values, where=where)
     if kind is not None:
         raise RecipeError(
-            f"{where}: kind is {kind!r}, but language-model is expected: leave kind out of a graft's recipe."
+            f"{where}: kind is {kind!r}, but language-model or classifier is expected: leave kind out of a graft's "
+            "recipe."
         )
     if "tasks" in values:
         return TaskRecipe.parse(values, where=where)
@@ -274,11 +278,13 @@ def parse_recipe(values: dict[str, object], where: str) -> AnyRecipe:
 
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON schema of recipes, for editors: every form, and every kind of graft with its own keys."""
-    forms = {recipe: recipe.model_json_schema() for recipe in (Recipe, LanguageModelRecipe, TaskRecipe, GrowthRecipe)}
+    recipes = (Recipe, LanguageModelRecipe, ClassifierRecipe, TaskRecipe, GrowthRecipe)
+    forms = {recipe: recipe.model_json_schema() for recipe in recipes}
     definitions: dict[str, object] = {}
     for form in forms.values():
         definitions.update(form.pop("$defs"))
     _require_kind(forms[LanguageModelRecipe])
+    _require_kind(forms[ClassifierRecipe])
     variants = []
     for kind in kinds():
         variant = copy.deepcopy(graft_class(kind).Config.model_json_schema())

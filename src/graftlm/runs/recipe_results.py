@@ -9,6 +9,7 @@ from graftlm.evaluation import Aim, Results, Row, value_of
 from graftlm.evaluation.differences import WindowChanges, differences_between
 from graftlm.evaluation.frontier import Frontier
 from graftlm.evaluation.measurement import Measurement
+from graftlm.runs.classifier_run import ClassifierRecipe
 from graftlm.runs.graft_recipe import Recipe
 from graftlm.runs.growth_recipe import GrowthRecipe
 from graftlm.runs.language_run import LanguageModelRecipe
@@ -17,7 +18,7 @@ from graftlm.runs.task_run import TaskRecipe
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-AnyRecipe = Recipe | GrowthRecipe | LanguageModelRecipe | TaskRecipe
+AnyRecipe = Recipe | GrowthRecipe | LanguageModelRecipe | ClassifierRecipe | TaskRecipe
 
 
 def make_results(

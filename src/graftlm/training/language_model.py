@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,6 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
-    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -25,13 +23,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from graftlm.backbone import OutputLayer, Sites, leading_bos, max_sequence_length
 from graftlm.data.boundaries import Boundaries, check_boundaries
-from graftlm.errors import BackboneError, GraftError, RecipeError, UnknownFamilyError, did_you_mean, first_line
+from graftlm.errors import BackboneError, RecipeError, UnknownFamilyError, first_line
 from graftlm.files.writing import staged_folder
 from graftlm.grafted.chunked_losses import loss_of_targets, predict_targets
 from graftlm.grafted.losses import Targets, language_modelling_loss
 from graftlm.grafted.model import GraftedOutput
 from graftlm.models import register
 from graftlm.training.config import TrainingConfig
+from graftlm.training.new_config import config_errors, new_config
 
 
 class LanguageModel(nn.Module):
@@ -182,25 +181,10 @@ def new_model(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, see
     """
     config = _config(values, tokenizer)
     torch.manual_seed(seed)
-    with _config_errors(values, ValueError, TypeError, RuntimeError, ImportError, NotImplementedError):
+    with config_errors(values, ValueError, TypeError, RuntimeError, ImportError, NotImplementedError):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _check_vocabulary(model, tokenizer, str(values["model_type"]))
     return model
-
-
-@contextmanager
-def _config_errors(values: Mapping[str, object], *kinds: type[Exception]) -> Iterator[None]:
-    """Convert errors of the given classes, which transformers raises for unsuitable values, to `RecipeError`."""
-    try:
-        yield
-    except GraftError:
-        raise
-    except kinds as error:
-        name = values["model_type"]
-        raise RecipeError(
-            f"model: transformers can't build a {name} model from these values ({first_line(error)}): choose values "
-            f"that the config of {name} accepts, or leave these keys out to take its defaults."
-        ) from None
 
 
 def read_model(name: str, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -313,27 +297,6 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 
 def _config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Return the config of a new model; keys that `values` lacks are taken from the tokenizer."""
-    register()
-    name = values["model_type"]
-    if name not in CONFIG_MAPPING:
-        hint = did_you_mean(name, CONFIG_MAPPING).partition(" (known")[0]  # transformers has hundreds of types.
-        raise RecipeError(
-            f"There is no architecture with the model_type {name!r}{hint}: name block-state, or an architecture of "
-            "transformers such as llama."
-        )
-    config_class: Any = CONFIG_MAPPING[name]
-    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise RecipeError(
-            f"model_type is {name}, but a type with a causal language model is expected: name another, such as llama."
-        )
-    known = _config_keys(config_class)
-    given = {key: value for key, value in values.items() if key != "model_type"}
-    for key in given:
-        if key not in known:
-            raise RecipeError(
-                f"model has the key {key}, which the config of {name} lacks{did_you_mean(key, known)}: rename "
-                "or remove it."
-            )
     end = tokenizer.eos_token_id
     padding = tokenizer.pad_token_id
     of_tokenizer = {
@@ -342,19 +305,7 @@ def _config(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Pr
         "pad_token_id": end if padding is None else padding,
         "bos_token_id": leading_bos(tokenizer),
     }
-    arguments = {key: value for key, value in of_tokenizer.items() if key in known}
-    arguments.update(given)
-    with _config_errors(values, Exception):  # Config classes share no class of errors.
-        return config_class(**arguments)
-
-
-def _config_keys(config_class: Any) -> set[str]:
-    """Return the keys that a config class documents: the arguments of its constructor, and their other names."""
-    keys = set(config_class.attribute_map)
-    for parameter in inspect.signature(config_class.__init__).parameters.values():
-        if parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
-            keys.add(parameter.name)
-    return keys - {"self"}
+    return new_config(values, of_tokenizer, MODEL_FOR_CAUSAL_LM_MAPPING, "a causal language model")
 
 
 def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> None:

@@ -244,13 +244,13 @@ class BlockStatePreTrainedModel(PreTrainedModel):
         has_context = any(config.has_context(layer) for layer in layers)
         if has_context and trained <= config.window:
             raise RecipeError(
-                f"data.length gives rows of {trained:,} tokens, which is not more than the model's window of "
+                f"The training rows have at most {trained:,} tokens, which is not more than the model's window of "
                 f"{config.window:,}, so no window has a context: raise data.length, or lower the window."
             )
         if config.has_unstructured_kernels and longest > config.kernel_limit:
             raise RecipeError(
                 f"A text has {longest:,} tokens, but kernel_limit allows unstructured kernels of at most "
-                f"{config.kernel_limit:,}: raise it, lower evaluation.lengths, or set kernel to s4d."
+                f"{config.kernel_limit:,}: raise it, shorten the texts or evaluation.lengths, or set kernel to s4d."
             )
 
     @torch.no_grad()
