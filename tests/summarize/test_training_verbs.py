@@ -110,9 +110,10 @@ def test_the_report_names_the_variant_and_its_extracts(table: str, tmp_path: Pat
 
 
 def test_a_run_of_other_data_is_not_continued(table: str, tmp_path: Path) -> None:
-    command = ("summarize", "train-writer", *SCRATCH, *SMALL_WRITER, "--out", str(tmp_path / "a"), "--device", "cpu")
-    assert invoke(*command, table, "--quiet").code == 0
-    refused = invoke(*command, table, "variant=mm", "budget=1s", "--quiet")
+    out = ("--out", str(tmp_path / "a"), "--device", "cpu", "--quiet")
+    command = ("summarize", "train-writer", table, *SCRATCH, *SMALL_WRITER, *out)
+    assert invoke(*command).code == 0
+    refused = invoke(*command, "variant=mm", "budget=1s")
     assert refused.code == 2
     assert str(tmp_path / "a") in refused.err
 
