@@ -22,7 +22,7 @@ class Joined(io.RawIOBase):
         """Return True."""
         return True
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+    def readinto(self, buffer: memoryview) -> int:
         """Read the next bytes, and return their number; 0 at the end."""
         if not self._left:
             self._left = next(self._chunks, b"")

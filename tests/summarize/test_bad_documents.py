@@ -101,6 +101,7 @@ class Says:
     """A writer that writes what a test tells it."""
 
     name = "says"
+    reads_introduction = True
 
     def __init__(self, text: str) -> None:
         self.text = text

@@ -176,6 +176,7 @@ class Together:
     """A writer that keeps how many documents it completed at once."""
 
     name = "together"
+    reads_introduction = True
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

@@ -103,13 +103,14 @@ def _place(value: object, text: str, column: str, where: str) -> tuple[int, int]
             )
         start = text.index(value)
         return start, start + len(value)
-    if not isinstance(value, list) or len(value) != 2 or not all(type(number) is int for number in value):
+    numbers = [number for number in value if type(number) is int] if isinstance(value, list) else []
+    if not isinstance(value, list) or not len(value) == len(numbers) == 2:
         found = repr(value) if isinstance(value, list) else type_name(value)
         raise DataError(
             f"{where} has {shorten(found)} in the column {column!r}, but a marked place is expected: give the list of "
             "its first character and the one after its last."
         )
-    start, end = value
+    start, end = numbers
     check_place(start, end, text, column, where)
     return start, end
 

@@ -257,12 +257,13 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 def _pixels(config: PixelsConfig) -> SequenceTask:
     from sklearn.datasets import load_digits  # takes a second to import
 
-    digits = load_digits()
-    levels = digits.images.astype(np.int32) + 1
+    pixels, digits = load_digits(return_X_y=True)
+    levels = np.asarray(pixels).astype(np.int32) + 1
+    classes = np.asarray(digits).astype(np.int32)
     order = np.random.default_rng(config.seed).permutation(len(levels))
-    rows = [(levels[index].reshape(-1), int(digits.target[index])) for index in order]
+    rows = [(levels[index], int(classes[index])) for index in order]
     return SequenceTask(
-        classes=tuple(str(name) for name in digits.target_names),
+        classes=tuple(str(name) for name in np.unique(classes)),
         vocab_size=1 + 17,
         train=_sequences(rows[config.test_rows :]),
         test=_sequences(rows[: config.test_rows]),

@@ -85,7 +85,7 @@ def selector_row(
         budget: limit of each extract.
         documents: held-out documents, at least one.
     """
-    extracts = [select(summarized.document, selector, budget, **SELECTION) for summarized in documents]
+    extracts = [select(summarized.document, selector, budget, None, **SELECTION) for summarized in documents]
     row = text_row(row_id, label, [extract.text for extract in extracts], documents)
     shares = []
     for extract, summarized in zip(extracts, documents, strict=True):

@@ -193,8 +193,7 @@ def _written_summary(
     read = output.read or extract.indices
     links = link_sentences(output.text, document, read, encoder)
     notes = [*extract.notes, *_document_notes(document)]
-    reads_introduction = writer.layout.context == "introduction" and not writer.is_hierarchical
-    if document.introduction is None and reads_introduction:
+    if document.introduction is None and writer.reads_introduction:
         notes.append(
             f"{document.name} has no heading that names an introduction: the writer reads its first sentences instead."
         )

@@ -107,7 +107,7 @@ def writer_examples(
         if reads_oracle(variant, purpose):
             extract = oracle_selection(summarized, per_sentence)
         else:
-            extract = select(summarized.document, selector, budget, **SELECTION)
+            extract = select(summarized.document, selector, budget, None, **SELECTION)
         examples.append(WriterExample(extract, summarized.summary))
     return examples
 

@@ -257,6 +257,11 @@ class LanguageModelWriter:
             completions.append((text, is_truncated))
         return completions
 
+    @property
+    def reads_introduction(self) -> bool:
+        """Whether it reads introduction and extract, and nothing else of a document."""
+        return self.layout.context == "introduction" and not self.is_hierarchical
+
     def opening(self, document: SourceDocument) -> Opening:
         """Return what a prompt has before the extract: the introduction, or the whole document."""
         context = self.layout.context

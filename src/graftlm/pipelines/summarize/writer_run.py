@@ -75,7 +75,7 @@ class WriterTrainingConfig(Config):
 
     def _problems(self) -> Iterator[str]:
         is_new = isinstance(self.model, dict)
-        if is_new and not isinstance(self.model.get("model_type"), str):
+        if isinstance(self.model, dict) and not isinstance(self.model.get("model_type"), str):
             yield "a new model needs a model_type, such as gpt2: name one under model"
         if is_new and self.tokenizer is None:
             yield "a new model has no tokenizer: name one, or learn one, as in tokenizer.vocab_size=4096"
