@@ -9,7 +9,6 @@ from graftlm.pipelines.summarize.document import Section, SourceDocument
 from graftlm.pipelines.summarize.oracle import oracle_extract, oracle_labels
 from graftlm.pipelines.summarize.readers import read_document, read_foreign_pdf, read_text
 from graftlm.pipelines.summarize.selection import Budget, Extract, LeadSelector, RankedSentence, Selector, select
-from graftlm.pipelines.summarize.summarized import SummarizedDocument, hold_out, read_summarized
 from graftlm.pipelines.summarize.summary import Summary, format_summary, summarize
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
         selector_example,
         train_selector,
     )
+    from graftlm.pipelines.summarize.summarized import SummarizedDocument, hold_out, read_summarized
     from graftlm.pipelines.summarize.trained_selector import TrainedSelector, load_selector
     from graftlm.pipelines.summarize.variants import writer_examples
     from graftlm.pipelines.summarize.writer import LanguageModelWriter, SummaryDecoding, load_writer
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 # These names need torch and transformers, which are slow to import and which an extract does without.
 _LAZY_NAMES = {
     "SelectorExample": "selector_training",
+    "SummarizedDocument": "summarized",
+    "hold_out": "summarized",
+    "read_summarized": "summarized",
     "SelectorTrainingConfig": "selector_training",
     "TrainedSelector": "trained_selector",
     "load_selector": "trained_selector",
