@@ -26,6 +26,7 @@ ROWS = {
         "memory",
         *(f"recompute_{length}" for length in LENGTHS),
     ],
+    "specialists": ["specialists_1", "specialists_2", "specialists_3"],
     "token_routing": [
         "decode_vs_one_lora",
         *(f"published_step_{length}" for length in LENGTHS),
@@ -93,6 +94,7 @@ AIMS = {
     "own_text": ["ratio", "ratio"],
     "loading": ["ratio", "ratio"],
     "composition": ["ratio", "ratio"],
+    "specialists": [],
     "token_routing": ["ratio", "ratio", "ratio", "ratio", "ratio_top2"],
     "many_experts": ["ratio", "ratio", "ratio"],
     "operations": ["operations_ratio"] * 4,
