@@ -151,7 +151,8 @@ def merge(sources: Sequence[Path], out: Path) -> list[str]:
         DataError: a source has no finished runs, or two runs of one id differ; then nothing is copied.
     """
     chosen: dict[str, Path] = {}
-    keys = {run: key for run, (_, key) in _measured(out).items()}
+    present = _measured(out)
+    keys = {run: key for run, (_, key) in present.items()}
     for source in sources:
         measured = _measured(source)
         if not measured:
@@ -162,7 +163,7 @@ def merge(sources: Sequence[Path], out: Path) -> list[str]:
                     f"The run {run} in {source} was measured with other settings, texts or code than the one of the "
                     "same name: merge results of one experiment and version."
                 )
-            if run not in _measured(out):
+            if run not in present:
                 chosen.setdefault(run, path)
     for run, path in chosen.items():
         _copy_run(run, path, out)

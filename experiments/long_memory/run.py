@@ -27,7 +27,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -43,6 +42,7 @@ from experiments.sequence_rows import CONTROLS, LABELS, LISTS, PEERS, model_conf
 from experiments.study import Study, aim, all_runs, bars, losses, metric, published, training_config
 from graftlm.config import Config
 from graftlm.data import NEW, Mixture, TokenBlocks
+from graftlm.data.listops import OPERATIONS
 from graftlm.data.marked_ids import PADDING, PROMPT
 from graftlm.evaluation import Aim, Metric, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.cost import count_parameters
@@ -58,20 +58,6 @@ PADDING_ID = 0
 HELD_OUT = 8  # one pair in eight is held out
 
 
-def _median(values: Sequence[int]) -> int:
-    return int(median(values))
-
-
-def _sum_modulo_ten(values: Sequence[int]) -> int:
-    return sum(values) % 10
-
-
-OPERATIONS: dict[str, Callable[[Sequence[int]], int]] = {
-    "[MAX": max,
-    "[MIN": min,
-    "[MED": _median,
-    "[SM": _sum_modulo_ten,
-}
 DIGIT_ID = 1 + len(OPERATIONS)
 CLOSE_ID = DIGIT_ID + 10  # examples add the list's value to it, which models do not read
 MAX_DEPTH = 10

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import experiments.__main__ as command
+import kit_toy.run
 from experiments import EXPERIMENTS, Options
 from experiments.kit import merge, pack
+from experiments.time_limit import TimeIsUp, time_limit
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results
+from kit_toy.run import STOPPED
 
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The data folder of the toy experiment, whose module is in this folder of tests."""
-    toy = Path(__file__).with_name("kit_toy.py")
-    module = type(sys)("toy")
-    monkeypatch.setitem(sys.modules, "toy", module)
-    monkeypatch.setitem(EXPERIMENTS, "toy", "toy")
-    monkeypatch.syspath_prepend(str(toy.parent))
-    import kit_toy
-
-    monkeypatch.setitem(sys.modules, "toy.run", kit_toy)
-    monkeypatch.setattr(module, "run", kit_toy, raising=False)
+    """The data folder of the toy experiment."""
+    monkeypatch.setitem(EXPERIMENTS, "toy", "kit_toy")
     texts = tmp_path / "data" / "texts"
     texts.mkdir(parents=True)
-    (texts / "short.txt").write_text("", encoding="utf-8")
+    (texts / "short.txt").write_text("one", encoding="utf-8")
     (texts / "long.txt").write_text("two words", encoding="utf-8")
     (texts / "unused.txt").write_text("no file of the experiment", encoding="utf-8")
     return tmp_path / "data"
@@ -54,7 +51,9 @@ def test_a_kit_goes_there_and_its_results_come_back(
 ) -> None:
     here = tmp_path / "here"
     some = ("--data", data, "--jobs", 1)
-    assert call(monkeypatch, "toy", *some, "--out", here, "--minutes", "0.01") == 75, "the second run was stopped"
+    monkeypatch.setenv(STOPPED, "long")
+    assert call(monkeypatch, "toy", *some, "--out", here, "--minutes", "5") == 75, "the second run was stopped"
+    monkeypatch.delenv(STOPPED)
     assert not (here / "results.json").exists()
 
     kit = tmp_path / "kit"
@@ -72,7 +71,6 @@ def test_a_kit_goes_there_and_its_results_come_back(
 
     other = ("toy", "--data", there / "data", "--out", there / "out", "--jobs", 1)
     assert call(monkeypatch, *other) == 0
-    (data / "texts" / "short.txt").touch()
     assert call(monkeypatch, "merge", there / "out", "--out", here) == 0
     assert merge([there / "out"], here) == [], "all are there"
     assert (here / "runs" / "long" / "copy.txt").is_file()
@@ -126,12 +124,18 @@ def test_what_can_not_be_packed(data: Path, tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(DataError) as missing:
         pack("toy", options, tmp_path / "kit")
     assert "long.txt" in str(missing.value)
-    monkeypatch.delattr(sys.modules["toy.run"], "FILES")
+    monkeypatch.delattr(kit_toy.run, "FILES")
     with pytest.raises(RecipeError) as error:
         pack("toy", options, tmp_path / "kit")
     assert "FILES" in str(error.value)
 
 
-@pytest.mark.skipif(not hasattr(__import__("signal"), "setitimer"), reason="the system has no timers")
-def test_without_a_limit_nothing_is_stopped(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert call(monkeypatch, "run", "toy", "--data", data, "--out", tmp_path / "out", "--jobs", 1, "--minutes", 5) == 0
+def test_a_limit_ends_what_takes_longer_and_nothing_else() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(TimeIsUp), time_limit(0.001):
+        time.sleep(600)
+    assert signal.getsignal(signal.SIGALRM) is before
+    for minutes in (None, 5.0):
+        with time_limit(minutes):
+            pass
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), "no alarm is left"

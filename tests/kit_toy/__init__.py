@@ -1,0 +1,1 @@
+"""An experiment of two runs for the tests of `experiments.kit`."""
