@@ -150,43 +150,53 @@ def merge(sources: Sequence[Path], out: Path) -> list[str]:
     Raises:
         DataError: a source has no finished runs, or two runs of one id differ; then nothing is copied.
     """
-    chosen: dict[str, Path] = {}
-    present = _measured(out)
-    keys = {run: key for run, (_, key) in present.items()}
+    keys = _measured(out)
+    present = set(keys)
+    chosen: dict[Path, Path] = {}
     for source in sources:
         measured = _measured(source)
         if not measured:
             raise DataError(f"{source} has no finished runs: name the folder that --out named.")
-        for run, (path, key) in measured.items():
-            if keys.setdefault(run, key) != key:
+        for path, key in measured.items():
+            if keys.setdefault(path, key) != key:
                 raise DataError(
-                    f"The run {run} in {source} was measured with other settings, texts or code than the one of the "
-                    "same name: merge results of one experiment and version."
+                    f"The run {path.stem} in {source} was measured with other settings, texts or code than the one of "
+                    "the same name: merge results of one experiment and version."
                 )
-            if run not in present:
-                chosen.setdefault(run, path)
-    for run, path in chosen.items():
-        _copy_run(run, path, out)
-    return list(chosen)
+            if path not in present:
+                chosen.setdefault(path, source)
+    for path, source in chosen.items():
+        _copy_run(path, source, out)
+    return [path.stem for path in chosen]
 
 
-def _measured(out: Path) -> dict[str, tuple[Path, str]]:
-    """Return the measurement file and the key of each finished run of an output folder."""
+def _measured(out: Path) -> dict[Path, str]:
+    """Return the key of each finished run by the path of its measurement in an output folder."""
     found = {}
     for path in sorted(out.glob(f"**/{MEASUREMENTS}/*.json")):
         try:
             key = json.loads(path.read_text(encoding="utf-8"))["key"]
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{path} is not a measurement: remove it.") from None
-        found[path.stem] = (path, str(key))
+        found[path.relative_to(out)] = str(key)
     return found
 
 
-def _copy_run(run: str, measurement: Path, out: Path) -> None:
-    """Copy the folder of a run, without checkpoints, and last its measurement, which marks it as finished."""
-    runs = measurement.parents[1]
-    target = out / "runs"
-    if (runs / run).is_dir():
-        shutil.copytree(runs / run, target / run, ignore=shutil.ignore_patterns(*_LEFT_OUT), dirs_exist_ok=True)
-    (target / MEASUREMENTS).mkdir(parents=True, exist_ok=True)
-    write_atomically(target / MEASUREMENTS / measurement.name, measurement.read_bytes())
+def _copy_run(path: Path, source: Path, out: Path) -> None:
+    """Copy the folder of a run, without checkpoints, and last its measurement, which marks it as finished.
+
+    Args:
+        path: path of the measurement in both output folders.
+        source: the output folder that has it.
+        out: the output folder that gets it.
+    """
+    folder = path.parents[1] / path.stem
+    if (source / folder).is_dir():
+        shutil.copytree(
+            source / folder,
+            out / folder,
+            ignore=shutil.ignore_patterns(*_LEFT_OUT),
+            dirs_exist_ok=True,
+        )
+    (out / path).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / path, (source / path).read_bytes())

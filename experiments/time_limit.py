@@ -10,8 +10,11 @@ from types import FrameType
 from graftlm.errors import GraftError
 
 
-class TimeIsUp(GraftError):  # noqa: N818  # it is no error of the user
-    """The minutes of an experiment are over; its finished runs are kept."""
+class TimeIsUp(BaseException):
+    """The minutes of an experiment are over; its finished runs are kept.
+
+    Like `KeyboardInterrupt` it is no `Exception`, which code that goes on after errors would catch.
+    """
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from experiments.clarify.scripted import ScriptedTranslator
 from graftlm.errors import DataError
 from graftlm.evaluation import Row
 from graftlm.evaluation.measurement import Measurement
-from graftlm.files.digests import digest
 from graftlm.pipelines.clarify import (
     Chain,
     ChatModel,
@@ -208,7 +207,7 @@ class ConversationRun(Run):
             translator = ScriptedTranslator(examples, self.model)
             user = ScriptedTranslator(examples, self.user or self.model)
             return self._measurement(examples, self._hold(examples, translator, user))
-        with Journal(context.folder / f"replies-{digest(self.settings())[:16]}.jsonl") as journal:
+        with Journal(context.folder / f"replies-{context.key[:16]}.jsonl") as journal:
             model = self._open(self.model, self.url, "OPENAI_API_KEY")
             user_model = model
             if self.user is not None:

@@ -165,6 +165,11 @@ def _check_models(options: Options, tables: Sequence[str]) -> None:
         raise RecipeError("Both --endpoint and --backbone were given: leave one of them out.")
     if options.endpoint not in (SCRIPTED, None) and not options.models:
         raise RecipeError(f"The server {options.endpoint} may have several models: name some (--model).")
+    if options.prices is not None and len(_models(options)) > 1:
+        raise RecipeError(
+            f"The prices are those of one model, but {len(_models(options))} were named: ask each by its own command, "
+            "or leave --prices out."
+        )
     if options.user is None and (options.user_endpoint or options.user_prices):
         raise RecipeError("The user's server or prices were given, but not its model: name it (--user).")
     for table, purpose in (("figure-4.3", "scale"), ("figure-4.5", "the scale of the user's model")):

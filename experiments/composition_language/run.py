@@ -12,12 +12,13 @@ from pathlib import Path
 from experiments import Options
 from experiments.ambiguity_checkers.run import verses
 from experiments.composed import Amounts, ComposedRow, TextStudy, better_parent, named
+from experiments.parents import FILES as PARENT_FILES
 from experiments.parents import fitting, spaced, write_examples
 from graftlm.evaluation import Results, Row
 
 NTREX = ("parallel/ntrex/newstest2019-src.eng.txt", "parallel/ntrex/newstest2019-ref.fra.txt")
 BIBLE = ("parallel/bible/BSB.txt", "parallel/bible/FreSynodale1921.txt")
-FILES = (*NTREX, *BIBLE)
+FILES = (*PARENT_FILES, *NTREX, *BIBLE)
 
 TABLES = {
     "rows": ("mixture", "cross", "both", "lora", "skyline", "vanilla_m_a", "random_m_a"),

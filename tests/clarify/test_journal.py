@@ -165,7 +165,7 @@ def test_after_an_error_no_further_call_begins() -> None:
 
     with pytest.raises(EndpointError):
         list(in_order(call, numbers(), 2))
-    assert len(begun) < 20
+    assert set(begun) <= {0, 1, 2, 3}, "one other call may have been running"
 
 
 def test_threads_that_ask_the_same_cause_one_request(tmp_path: Path) -> None:

@@ -197,6 +197,30 @@ def test_rows_of_windows_and_choices_are_predicted_in_order_whatever_the_batch_s
             assert not any(prediction.truncated for prediction in found[0])
 
 
+def test_rows_that_a_cut_leaves_without_an_end_are_not_learned() -> None:
+    text = "the river ran under the old house and the garden"
+    house = text.index("old house")
+    spec = TaskSpec(type="marked", labels=["no", "yes"])
+    whole = LabelledRow((text,), "yes", "a", marks=(Mark(0, 4, 9), Mark(0, 10, 13)))
+    cut = LabelledRow((text,), "yes", "b", marks=(Mark(0, 4, 9), Mark(0, house, len(text))))
+    inside = RowEncoder(TOKENIZER, 1000, segments=False).encode(TaskRows(spec, [cut])).rows[0]
+    places = [place for place, mark in enumerate(inside.marks) if mark & 2]  # type: ignore[arg-type]
+    encoder = RowEncoder(TOKENIZER, places[-1], segments=False)
+    learned = encoder.encode(TaskRows(spec, [whole, cut]), training=True)
+    assert (len(learned), learned.left_out) == (1, 1)
+    assert len(encoder.encode(TaskRows(spec, [cut]))) == 1, "a test has all rows"
+
+
+def test_choices_that_a_cut_makes_equal_are_not_learned() -> None:
+    spec = TaskSpec(type="choice")
+    same = "the old house and the garden " * 8
+    alike = LabelledRow(("where",), 0, "a", choices=(same + "one", same + "two"))
+    other = LabelledRow(("where",), 1, "b", choices=("a river", "a garden"))
+    learned = ENCODER.encode(TaskRows(spec, [alike, other]), training=True)
+    assert (len(learned), learned.left_out) == (1, 1)
+    assert len(ENCODER.encode(TaskRows(spec, [alike, other]))) == 2
+
+
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> str:
     path.write_text("\n".join(json.dumps(row) for row in rows))
     return str(path)

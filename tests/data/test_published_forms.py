@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from graftlm.data.label_reader import AnswerSpan
 from graftlm.data.labelled import LabelledConfig, LabelledRow, TaskRows, read_held_out_rows, read_training_rows
 from graftlm.data.labelled_batches import LabelledMixture
+from graftlm.data.published_forms import read_form
 from graftlm.data.row_encoder import RowEncoder
 from graftlm.data.samplers import SamplerConfig
 from graftlm.errors import DataError, RecipeError
@@ -158,6 +160,39 @@ def test_multirc_and_record_make_a_row_of_each_answer_or_query(tmp_path: Path) -
     assert row.choices == ("The loser was Rome.", "The loser was Paris.")
     assert row.target == 1
     assert any("queries" in note and "1 in all" in note for note in found.notes)
+
+
+def test_of_several_right_entities_the_choices_have_one(tmp_path: Path) -> None:
+    both = changed(RECORD, ["qas", 0, "answers"], [{"text": "Paris"}, {"text": "Rome"}])
+    found = read(write(tmp_path / "r.jsonl", [RECORD, both]), type="choice", form="record")
+    assert len(found.rows) == 1, "no wrong choice is left"
+    text = "Rome beat Paris. Rome won. Oslo"
+    third = changed(both, ["passage", "text"], text)
+    third["passage"]["entities"].append({"start": len(text) - 4, "end": len(text) - 1})
+    (row,) = read(write(tmp_path / "s.jsonl", [third]), type="choice", form="record").rows
+    assert row.choices == ("The loser was Rome.", "The loser was Oslo.")
+    assert row.target == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "rows"),
+    [("copa", "choice", [COPA]), ("wic", "marked", [WIC]), ("wsc", "marked", [WSC]), ("record", "choice", [RECORD])],
+)
+def test_rows_without_labels_have_the_same_inputs(form: str, kind: str, rows: list[Any], tmp_path: Path) -> None:
+    bare = json.loads(json.dumps(rows))
+    for row in bare:
+        row.pop("label", None)
+        for question in row.get("qas", []):
+            del question["answers"]
+    path = write(tmp_path / "test.jsonl", bare)
+    skipped: Counter[str] = Counter()
+    labelled = list(read_form(write(tmp_path / "train.jsonl", rows), form, skipped))  # type: ignore[arg-type]
+    found = list(read_form(path, form, skipped))  # type: ignore[arg-type]
+    assert [values[:-1] for values, _ in found] == [values[:-1] for values, _ in labelled]
+    assert [values[-1] for values, _ in found] == [None]
+    with pytest.raises(DataError) as error:
+        read(path, type=kind, form=form)
+    assert "label" in str(error.value)
 
 
 def test_mrqa_gives_every_place_of_the_answer(tmp_path: Path) -> None:

@@ -101,6 +101,11 @@ def test_annealed_sampling_resumes_at_its_exponent() -> None:
     assert found + run(second, 4) == wanted
 
 
+def test_only_annealed_shares_depend_on_the_number_of_steps() -> None:
+    assert annealed(6).horizon == 6
+    assert TaskSampler(SIZES, SamplerConfig(policy="temperature"), 4, steps=6).horizon is None
+
+
 def test_uncertain_tasks_come_more_often_under_entropy() -> None:
     sampler = TaskSampler(SIZES, SamplerConfig(policy="entropy", beta=2), 4)
     assert sampler.shares() == pytest.approx(dict.fromkeys(SIZES, 1 / 3))

@@ -108,3 +108,14 @@ def test_documents_are_held_out_once_each(tmp_path: Path) -> None:
         with pytest.raises(DataError) as error:
             hold_out(few, 0.1)
         assert f": {len(few)}" in str(error.value)
+
+
+def test_equal_documents_stay_together(tmp_path: Path) -> None:
+    rows = [{"text": f"{TEXT} Cup {number % 3}.", "summary": f"Cup {number}."} for number in range(12)]
+    documents = read_summarized(write_rows(tmp_path / "a.jsonl", *rows))
+    for seed in range(5):
+        learned, held_out = hold_out(documents, 0.3, seed)
+        assert (len(learned), len(held_out)) == (8, 4)
+        assert {one.document.text for one in learned}.isdisjoint(one.document.text for one in held_out)
+    with pytest.raises(DataError):
+        hold_out(documents[::3], 0.3)

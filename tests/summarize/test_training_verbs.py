@@ -116,6 +116,13 @@ def test_a_run_of_other_data_is_not_continued(table: str, tmp_path: Path) -> Non
     refused = invoke(*command, "variant=mm", "budget=1s")
     assert refused.code == 2
     assert str(tmp_path / "a") in refused.err
+    rows = [json.loads(line) for line in Path(table).read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        row["text"] += " The end."
+    other = write_rows(tmp_path / "other.jsonl", *rows)
+    longer = ("training={steps: 4, batch_size: 2}", *SMALL_WRITER[1:])
+    refused = invoke("summarize", "train-writer", str(other), *SCRATCH, *longer, *out)
+    assert (refused.code, str(tmp_path / "a") in refused.err) == (2, True), "the same extracts and summaries"
 
 
 @pytest.mark.parametrize("verb", ["train-selector", "train-writer"])

@@ -21,7 +21,7 @@ from graftlm.config import Config
 from graftlm.data.conll import read_conll
 from graftlm.data.label_reader import AnswerSpan, LabelReader, Target, split_blanks
 from graftlm.data.marked_places import Mark, read_choices, read_marks
-from graftlm.data.published_forms import FORM_TYPES, PAIR_FORMS, Form, read_form, read_glue
+from graftlm.data.published_forms import FORM_TYPES, PAIR_FORMS, Form, check_label, read_form, read_glue
 from graftlm.data.table_files import check_text, is_table, read_values
 from graftlm.errors import DataError, did_you_mean
 from graftlm.grafts.heads import FEWEST_LABELS, PLACES, TaskSpec, TaskType
@@ -343,6 +343,8 @@ def _read_file(
     for values, where in _read_columns(path, config, skipped):
         *inputs, label = values
         row = read_inputs(config, inputs, names, where)
+        if config.form not in (None, "glue"):
+            check_label(label, where)
         target = reader.target(label, row.choices or row.texts, where)
         yield replace(row, target=target)
 

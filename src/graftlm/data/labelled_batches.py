@@ -318,7 +318,9 @@ class LabelledMixture:
     def fingerprint(self) -> str:
         """Return a SHA-256 digest of everything that determines the batches."""
         sampler = self.sampler
-        settings = (sampler.sizes, sampler.config, self.batch_size, sampler.seed, self.numbers)
+        settings: tuple[object, ...] = (sampler.sizes, sampler.config, self.batch_size, sampler.seed, self.numbers)
+        if sampler.horizon is not None:
+            settings = (*settings, sampler.horizon)
         digest = hashlib.sha256(repr(settings).encode())
         for task in self.tasks.values():
             digest.update(repr(task.spec).encode())

@@ -88,7 +88,7 @@ def read_glue(
 
 
 def read_form(path: Path, form: Form, skipped: Counter[str]) -> Iterator[FormRow]:
-    """Yield the rows of a JSON file in one of the published forms, except `glue`.
+    """Yield the rows of a JSON file in one of the published forms, except `glue`. The label of a row may be None.
 
     Args:
         path: a file of JSON lines, which may be gzipped.
@@ -107,6 +107,19 @@ def read_form(path: Path, form: Form, skipped: Counter[str]) -> Iterator[FormRow
             yield row, where
 
 
+def check_label(value: object, where: str) -> None:
+    """Raise `DataError` for a row without a label.
+
+    Args:
+        value: the last value of a row of `read_form`.
+        where: the location of the row.
+    """
+    if value is None:
+        raise DataError(
+            f"{where} has no label, as in the published test files: name the file of validation rows instead."
+        )
+
+
 def _value(values: object, key: str, kind: type[_Kind], where: str) -> _Kind:
     """Return the value of a key of an object; raise `DataError` unless it has this type."""
     found = values.get(key) if isinstance(values, dict) else None
@@ -119,13 +132,9 @@ def _value(values: object, key: str, kind: type[_Kind], where: str) -> _Kind:
     )
 
 
-def _label(values: Mapping[str, object], where: str) -> object:
-    """Return the label of a row of SuperGLUE; raise `DataError` if it has none, as in published test files."""
-    if "label" not in values:
-        raise DataError(
-            f"{where} has no label, as in the published test files: name the file of validation rows instead."
-        )
-    return values["label"]
+def _label(values: Mapping[str, object]) -> object:
+    """Return the label of a row of SuperGLUE, or None if it has none, as in published test files."""
+    return values.get("label")
 
 
 def _snli(values: Mapping[str, object], where: str, skipped: Counter[str]) -> Iterator[list[object]]:
@@ -144,7 +153,7 @@ def _copa(values: Mapping[str, object], where: str, _skipped: Counter[str]) -> I
         )
     text = f"{_value(values, 'premise', str, where)} {_QUESTIONS[asked]}"
     choices = [_value(values, key, str, where) for key in ("choice1", "choice2")]
-    yield [text, choices, _label(values, where)]
+    yield [text, choices, _label(values)]
 
 
 def _wic(values: Mapping[str, object], where: str, _skipped: Counter[str]) -> Iterator[list[object]]:
@@ -153,7 +162,7 @@ def _wic(values: Mapping[str, object], where: str, _skipped: Counter[str]) -> It
     for number in ("1", "2"):
         texts.append(_value(values, f"sentence{number}", str, where))
         places.append([_value(values, f"{key}{number}", int, where) for key in ("start", "end")])
-    yield [*texts, *places, _label(values, where)]
+    yield [*texts, *places, _label(values)]
 
 
 def _wsc(values: Mapping[str, object], where: str, _skipped: Counter[str]) -> Iterator[list[object]]:
@@ -165,7 +174,7 @@ def _wsc(values: Mapping[str, object], where: str, _skipped: Counter[str]) -> It
         index = _value(target, f"span{number}_index", int, where)
         marked = _value(target, f"span{number}_text", str, where)
         places.append(_words_at(text, index, marked, f"span{number}_index", where))
-    yield [text, *places, _label(values, where)]
+    yield [text, *places, _label(values)]
 
 
 def _words_at(text: str, index: int, marked: str, key: str, where: str) -> list[int]:
@@ -191,11 +200,14 @@ def _multirc(values: Mapping[str, object], where: str, _skipped: Counter[str]) -
         asked = _value(question, "question", str, where)
         for answer in _value(question, "answers", list, where):
             answered = _value(answer, "text", str, where)
-            yield [text, f"{asked} {answered}", _label(answer, where)]
+            yield [text, f"{asked} {answered}", _label(answer)]
 
 
 def _record(values: Mapping[str, object], where: str, skipped: Counter[str]) -> Iterator[list[object]]:
-    """Yield a row for each query, whose choices are the query with each of the passage's entities in its gap."""
+    """Yield a row for each query, whose choices are the query with each of the passage's entities in its gap.
+
+    Of several right entities the choices have the first.
+    """
     passage = _value(values, "passage", dict, where)
     text = _value(passage, "text", str, where)
     entities = []
@@ -207,12 +219,16 @@ def _record(values: Mapping[str, object], where: str, skipped: Counter[str]) -> 
     entities = list(dict.fromkeys(entities))
     for question in _value(values, "qas", list, where):
         query = _value(question, "query", str, where)
-        answers = [_value(answer, "text", str, where) for answer in _value(question, "answers", list, where)]
-        right = [number for number, entity in enumerate(entities) if entity in answers]
-        if not right or len(entities) < FEWEST_CHOICES:
+        has_answers = "answers" in question
+        listed = _value(question, "answers", list, where) if has_answers else []
+        answers = [_value(answer, "text", str, where) for answer in listed]
+        right = [entity for entity in entities if entity in answers]
+        chosen = [entity for entity in entities if entity not in right[1:]]
+        if (has_answers and not right) or len(chosen) < FEWEST_CHOICES:
             skipped["queries whose answer is not one of several entities"] += 1
             continue
-        yield [text, [query.replace(_PLACEHOLDER, entity) for entity in entities], right[0]]
+        label = chosen.index(right[0]) if right else None
+        yield [text, [query.replace(_PLACEHOLDER, entity) for entity in chosen], label]
 
 
 def _mrqa(values: Mapping[str, object], where: str, _skipped: Counter[str]) -> Iterator[list[object]]:

@@ -35,6 +35,7 @@ class EncodedRow:
             context characters of each token, or -1.
         truncated: whether the row had more tokens.
         marks: for marked, int8, (n,), 1 at tokens of the first marked place, 2 at those of the second, 3 at both.
+        has_cut_mark: whether a marked place continues after the last token.
         more: for choice the sequences of the choices after the first, for span the windows after the first; only their
             `ids`, `segments` and `alignment` are used.
     """
@@ -45,6 +46,7 @@ class EncodedRow:
     alignment: np.ndarray | None = None
     truncated: bool = False
     marks: np.ndarray | None = None
+    has_cut_mark: bool = False
     more: tuple[EncodedRow, ...] = ()
 
     def __len__(self) -> int:
@@ -269,9 +271,12 @@ class RowEncoder:
         elif spec.type == "span":
             alignment = _context_ranges(values["offset_mapping"], values["sequences"], len(self._separator))
         marks = None
+        has_cut_mark = False
         if spec.type == "marked":
-            marks = _marked_tokens(row, values["offset_mapping"], values["sequences"], len(self._separator))
-            if not truncated and not _has_whole_marks(marks):
+            places = _marked_ranges(row, values["offset_mapping"], values["sequences"], len(self._separator))
+            marks = _marked_tokens(places)
+            has_cut_mark = truncated and not all(is_whole for _, is_whole in places)
+            if not truncated and not _has_marks(marks):
                 raise DataError(f"{row.where} has a marked place without a token: mark other characters.")
         return EncodedRow(
             ids=ids,
@@ -280,6 +285,7 @@ class RowEncoder:
             alignment=alignment,
             truncated=truncated,
             marks=marks,
+            has_cut_mark=has_cut_mark,
         )
 
 
@@ -337,15 +343,19 @@ def _rows_to_learn(row: LabelledRow, sequences: Sequence[EncodedRow]) -> list[En
     if isinstance(row.target, AnswerSpan):
         return _windows_to_learn(row.target, sequences)
     joined = _joined(sequences)
-    if joined.marks is not None and not _has_whole_marks(joined.marks):
+    if joined.has_cut_mark:
         return []
+    different = {sequence.ids.tobytes() for sequence in sequences}
+    if joined.truncated and len(different) < len(sequences):
+        return []  # nothing tells the choices apart after they were cut
     return [joined]
 
 
 def _windows_to_learn(target: AnswerSpan, windows: Sequence[EncodedRow]) -> list[EncodedRow]:
     """Return windows with the place of an answer, or the first token where there is none; none without any answer."""
     if len(windows) == 1:
-        return [window for window in windows if _is_whole(window.target)]
+        place = _first_place(target, windows[0], is_first=True)
+        return [] if place is None else [replace(windows[0], target=place)]
     learned = []
     found = False
     for number, window in enumerate(windows):
@@ -380,18 +390,26 @@ def _is_whole(target: Tensor | None) -> bool:
     return target is None or int(target[0]) != IGNORED
 
 
-def _has_whole_marks(marks: np.ndarray) -> bool:
+def _has_marks(marks: np.ndarray) -> bool:
     """Return whether both marked places have tokens."""
     return all(bool((marks & (1 << place)).any()) for place in range(PLACES))
 
 
-def _marked_tokens(
+def _marked_tokens(places: Sequence[tuple[np.ndarray, bool]]) -> np.ndarray:
+    """Return 1 at the tokens of the first marked place, 2 at those of the second, and their sum at both, int8, (n,)."""
+    marks = np.zeros(len(places[0][0]), dtype=np.int8)
+    for place, (is_marked, _) in enumerate(places):
+        marks |= is_marked.astype(np.int8) << place
+    return marks
+
+
+def _marked_ranges(
     row: LabelledRow,
     offsets: Sequence[tuple[int, int]],
     sequences: Sequence[int | None],
     shift: int,
-) -> np.ndarray:
-    """Return 1 at the tokens of the first marked place, 2 at those of the second, and their sum at both, int8, (n,).
+) -> list[tuple[np.ndarray, bool]]:
+    """Return for each marked place which tokens it has, bool (n,), and whether they reach its end.
 
     Args:
         row: the row.
@@ -401,13 +419,16 @@ def _marked_tokens(
     """
     ranges = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     texts = np.asarray([-1 if number is None else number for number in sequences])
-    marks = np.zeros(len(ranges), dtype=np.int8)
-    for place, mark in enumerate(row.marks):
+    is_token = ranges[:, 1] > ranges[:, 0]
+    places = []
+    for mark in row.marks:
         moved = shift if mark.text else 0
-        is_inside = (ranges[:, 0] < mark.end + moved) & (ranges[:, 1] > mark.start + moved)
-        is_token = (texts == mark.text) & (ranges[:, 1] > ranges[:, 0])
-        marks |= (is_inside & is_token).astype(np.int8) << place
-    return marks
+        in_text = is_token & (texts == mark.text)
+        is_marked = in_text & (ranges[:, 0] < mark.end + moved) & (ranges[:, 1] > mark.start + moved)
+        marked_text = row.texts[mark.text][mark.start : mark.end].rstrip()
+        last = mark.start + moved + len(marked_text)
+        places.append((is_marked, bool((in_text & (ranges[:, 1] >= last)).any())))
+    return places
 
 
 def _encode_target(spec: TaskSpec, row: LabelledRow, alignment: np.ndarray | None, tokens: int) -> Tensor | None:

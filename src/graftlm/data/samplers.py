@@ -243,6 +243,11 @@ class TaskSampler:
         alpha = self._annealed_alpha() if policy == "annealed" else _ALPHAS.get(policy, self.config.alpha)
         return {task: size**alpha for task, size in self.sizes.items()}
 
+    @property
+    def horizon(self) -> int | None:
+        """The number of steps on which the shares of single steps depend; None if they do not depend on it."""
+        return self._steps if self.config.policy == "annealed" else None
+
     def _annealed_alpha(self) -> float:
         """Return the exponent of annealed sampling in this step, from 1 in the first to 0.2 in the last step."""
         assert self._steps is not None, "the policy was checked"

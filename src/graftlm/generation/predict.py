@@ -21,7 +21,7 @@ from graftlm.data.labelled import (
     read_inputs,
 )
 from graftlm.data.list_cells import looks_like_list
-from graftlm.data.published_forms import read_form
+from graftlm.data.published_forms import read_form, read_glue
 from graftlm.data.row_encoder import RowEncoder
 from graftlm.data.table_files import check_text, is_table, read_values
 from graftlm.errors import ArtifactError, DataError, RecipeError, did_you_mean
@@ -258,17 +258,21 @@ def _read_table(
         texts: the columns of the texts.
         published: whether the table has the task's published form, if it has one.
     """
-    if published and config.form is not None and config.form != "glue":
-        skipped = Counter[str]()
-        for values, where in read_form(path, config.form, skipped):
-            if skipped:
-                break
-            yield values[:-1], where
-        if skipped:
-            raise DataError(f"{path} has {next(iter(skipped))}, which can't be predicted in this form: remove them.")
-        return
     columns = input_columns(texts, config.part_columns, config.type)
-    yield from read_values(path, columns, "task", config.columns)
+    if not published or config.form is None:
+        yield from read_values(path, columns, "task", config.columns)
+        return
+    skipped = Counter[str]()
+    if config.form == "glue":
+        rows = read_glue(path, columns, config.columns, skipped)
+    else:
+        rows = read_form(path, config.form, skipped)
+    for values, where in rows:
+        if skipped:
+            break
+        yield values[: len(columns)], where
+    if skipped:
+        raise DataError(f"{path} has {next(iter(skipped))}, which can't be predicted in this form: remove them.")
 
 
 def _lines_of(source: str) -> Iterator[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
@@ -30,15 +31,26 @@ def in_order(function: Callable[[T], R], items: Iterable[T], concurrency: int) -
         yield from map(function, items)
         return
     remaining = iter(items)
+    failed = threading.Event()
+
+    def call(item: T) -> R:
+        if failed.is_set():
+            raise CancelledError
+        try:
+            return function(item)
+        except BaseException:
+            failed.set()
+            raise
+
     with ThreadPoolExecutor(concurrency) as executor:
         running: deque[Future[R]] = deque()
         try:
             for item in islice(remaining, 2 * concurrency):
-                running.append(executor.submit(function, item))
+                running.append(executor.submit(call, item))
             while running:
                 yield running.popleft().result()
                 for item in islice(remaining, 1):
-                    running.append(executor.submit(function, item))
+                    running.append(executor.submit(call, item))
         finally:
             for future in running:
                 future.cancel()

@@ -58,6 +58,7 @@ def run_selector_training(
     learned, validation = hold_out(documents, validation_share, training.seed)
     log(f"Documents: {len(learned):,} to learn from, {len(validation):,} for validation, {len(test):,} held out.")
     warn_of_abstracts([*documents, *test], log)
+    warn_of_shared_documents(documents, test, log)
     train_examples = [selector_example(item.document, item.summary_sentences) for item in learned]
     validation_examples = [selector_example(item.document, item.summary_sentences) for item in validation]
     selector = train_selector(train_examples, validation_examples, training, device=device, log=log)
@@ -94,3 +95,15 @@ def warn_of_abstracts(documents: Sequence[SummarizedDocument], log: Callable[[st
             f"warning: documents that contain their own abstract: {count:,}. If the human summaries are these "
             "abstracts, selectors only learn to find them: remove the abstracts from the documents."
         )
+
+
+def warn_of_shared_documents(
+    documents: Sequence[SummarizedDocument],
+    test: Sequence[SummarizedDocument],
+    log: Callable[[str], None],
+) -> None:
+    """Log how many held-out documents are also learned from, so that their scores say little about others."""
+    known = {summarized.document.text for summarized in documents}
+    count = sum(summarized.document.text in known for summarized in test)
+    if count:
+        log(f"warning: held-out documents that are also learned from: {count:,} of {len(test):,}. Hold out others.")

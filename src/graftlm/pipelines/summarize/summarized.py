@@ -122,26 +122,28 @@ def _document(row: SummarizedRow, path: Path, where: str) -> SourceDocument:
 def hold_out(
     documents: Sequence[SummarizedDocument], share: float, seed: int = 0
 ) -> tuple[list[SummarizedDocument], list[SummarizedDocument]]:
-    """Divide documents at random into those to learn from and held-out ones.
+    """Divide documents at random into those to learn from and held-out ones. Equal documents stay together.
 
     Args:
         documents: the documents.
-        share: share of held-out documents, above 0 and below 1. At least one is held out, and at least one is not.
+        share: share of the different documents that is held out, above 0 and below 1. At least one is held out, and at
+            least one is not.
         seed: seed of the choice.
 
     Returns:
         The documents to learn from and the held-out ones, each in the given order.
 
     Raises:
-        DataError: there are fewer than two documents.
+        DataError: there are fewer than two different documents.
     """
-    if len(documents) < 2:
+    texts = list(dict.fromkeys(summarized.document.text for summarized in documents))
+    if len(texts) < 2:
         raise DataError(
-            f"Documents with summaries: {len(documents)}, of which at least one is to be held out, so that 2 or more "
-            "are expected: add documents."
+            f"Different documents with summaries: {len(texts)}, of which at least one is to be held out, so that 2 or "
+            "more are expected: add documents."
         )
-    count = min(max(1, round(share * len(documents))), len(documents) - 1)
-    chosen = set(random.Random(seed).sample(range(len(documents)), count))
-    learned = [document for index, document in enumerate(documents) if index not in chosen]
-    held_out = [document for index, document in enumerate(documents) if index in chosen]
+    count = min(max(1, round(share * len(texts))), len(texts) - 1)
+    chosen = set(random.Random(seed).sample(texts, count))
+    learned = [summarized for summarized in documents if summarized.document.text not in chosen]
+    held_out = [summarized for summarized in documents if summarized.document.text in chosen]
     return learned, held_out

@@ -21,7 +21,6 @@ from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Results
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.report import write_report
-from graftlm.files.digests import digest
 from graftlm.files.writing import write_atomically
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import FitsOnText, HasHeads, graft_config, new_graft
@@ -29,7 +28,7 @@ from graftlm.pipelines.summarize.default_selector import DefaultSelector
 from graftlm.pipelines.summarize.held_out import human_row, oracle_row, selector_row, text_row
 from graftlm.pipelines.summarize.prompt_layout import PromptLayout
 from graftlm.pipelines.summarize.selection import Budget, Selector
-from graftlm.pipelines.summarize.selector_run import warn_of_abstracts
+from graftlm.pipelines.summarize.selector_run import warn_of_abstracts, warn_of_shared_documents
 from graftlm.pipelines.summarize.summarized import SummarizedDocument
 from graftlm.pipelines.summarize.variants import Variant, mean_oracle_size, reads_oracle, writer_examples
 from graftlm.pipelines.summarize.writer import LanguageModelWriter, SummaryDecoding
@@ -133,15 +132,13 @@ def run_writer_training(
         )
     log(f"Documents: {len(documents):,} to learn from, {len(test):,} held out.")
     warn_of_abstracts([*documents, *test], log)
+    warn_of_shared_documents(documents, test, log)
     chosen = selector or DefaultSelector()
     budget = Budget(amount=mean_oracle_size(documents)) if config.budget is None else Budget.read(config.budget)
     examples = writer_examples(documents, config.variant, "training", chosen, budget)
     tests = writer_examples(test, config.variant, "test", chosen, budget)
-    identity: dict[str, object] = {
-        "writer": config.model_dump(mode="json", exclude={"training"}),
-        "examples": digest([[example.extract.text, example.summary] for example in examples]),
-    }
-    with _writer(config, documents, device) as writer:
+    with _writer(config, documents, device) as (writer, start):
+        identity = {"writer": config.model_dump(mode="json", exclude={"training"}), "start": start}
         parameters = count_parameters(writer.model.parameters())
         log(f"The writer has {parameters:,} parameters and reads {writer.window:,} tokens.")
         folder = train_writer(
@@ -173,7 +170,8 @@ def run_writer_training(
     write_report(results, out)
     if reads_oracle(config.variant, "test"):
         log("The variant gg reads the oracle's extracts in the test, so that its scores are an upper bound.")
-    log(f"Use it: graft summarize paper.pdf --writer {folder} --budget {_option(budget)}")
+    by = "" if selector is None else f"--selector {selector.name} "
+    log(f"Use it: graft summarize paper.pdf {by}--writer {folder} --budget {_option(budget)}")
     return results
 
 
@@ -187,21 +185,23 @@ def _writer(
     config: WriterTrainingConfig,
     documents: Sequence[SummarizedDocument],
     device: str | None,
-) -> Iterator[LanguageModelWriter]:
-    """Yield the untrained writer, and detach its graft at the end."""
+) -> Iterator[tuple[LanguageModelWriter, str]]:
+    """Yield the untrained writer and what identifies its pretrained weights, and detach its graft at the end."""
     set_seed(config.training.seed)
     place = device or default_device()
     if isinstance(config.model, dict):
         tokenizer = _tokenizer(config, documents)
         model = new_model(config.model, tokenizer, config.training.seed)
         move(model, place)
-        yield LanguageModelWriter(model, tokenizer, str(config.model["model_type"]), config.layout, config.decoding)
+        name = str(config.model["model_type"])
+        yield LanguageModelWriter(model, tokenizer, name, config.layout, config.decoding), "new"
         return
     dtype = "auto" if config.graft is not None else "float32"
     backbone = load_backbone(config.model, dtype=dtype, device=place)
+    start = backbone.fingerprint.id
     tokenizer = backbone.need_tokenizer()
     if config.graft is None:
-        yield LanguageModelWriter(backbone.model, tokenizer, config.model, config.layout, config.decoding)
+        yield LanguageModelWriter(backbone.model, tokenizer, config.model, config.layout, config.decoding), start
         return
     kind = graft_config({**config.graft})
     graft = new_graft(kind, backbone)
@@ -211,7 +211,7 @@ def _writer(
             "choose another, such as {kind: lora}."
         )
     with GraftedModel(backbone, {"writer": graft}) as model:
-        yield LanguageModelWriter(model, tokenizer, config.model, config.layout, config.decoding)
+        yield LanguageModelWriter(model, tokenizer, config.model, config.layout, config.decoding), start
 
 
 def _tokenizer(config: WriterTrainingConfig, documents: Sequence[SummarizedDocument]) -> PreTrainedTokenizerBase:

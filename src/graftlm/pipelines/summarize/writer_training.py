@@ -103,7 +103,11 @@ def train_writer(
         mixture,
         training,
         out,
-        identity={"layout": writer.layout.model_dump(mode="json"), **(identity or {})},
+        identity={
+            "layout": writer.layout.model_dump(mode="json"),
+            "rows": mixture.fingerprint(),
+            **(identity or {}),
+        },
         progress=progress,
     )
     model.eval()
