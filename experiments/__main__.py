@@ -111,7 +111,9 @@ def run(
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(min=0.01, metavar="N", help="Stop after this time; the same command goes on. Exit code 75."),
+        typer.Option(
+            min=0.01, max=525_600, metavar="N", help="Stop after this time; the same command goes on. Exit code 75."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -63,6 +63,8 @@ def main() -> None:
     if len(sys.argv) != 2:
         raise SystemExit("usage: python unpack.py FOLDER")
     folder = Path(sys.argv[1])
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SystemExit(f"The folder {folder} is not empty: name a new one.")
     parts = find_parts(Path(__file__).parent)
     with tarfile.open(fileobj=io.BufferedReader(Joined(parts)), mode="r|gz") as archive:
         archive.extractall(folder, filter="data")

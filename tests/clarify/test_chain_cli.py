@@ -197,6 +197,7 @@ def test_other_tasks(server: ChatServer) -> None:
         ((TEXT, "--to", "fr", "--template", "none.yaml"), ["none.yaml"]),
         ((TEXT, "--to", "fr", "--backbone", "x"), ["Both", "--endpoint", "--backbone"]),
         ((TEXT, "--to", "fr", "--answer", "a", "--context", "b"), ["Both", "--answer", "--context"]),
+        ((TEXT, "--to", "fr", "--context", " "), ["--context"]),
     ],
 )
 def test_mistakes_are_reported_in_one_sentence(

@@ -138,6 +138,7 @@ def test_a_file_and_stdin_in_a_new_process_give_the_same(graft: Graft, served: P
             "",
             ("--rows", "--text", "--examples", "--tasks"),
         ),
+        (("eval", "GRAFT", "--rows", "topic=a.csv", "--limit", "2"), "", ("--limit",)),
         (("eval", "GRAFT", "--text", "old=old/test.txt"), "", ("--rows NAME=FILE",)),
     ],
 )

@@ -120,12 +120,11 @@ def test_a_run_resumes_after_a_server_failure(data: Path, tmp_path: Path) -> Non
 
 
 def test_a_user_apart_from_translators_of_two_sizes(data: Path, tmp_path: Path) -> None:
-    """Figure 4.3: one user for all sizes; the price of a row has the tokens of both models, each at its own price."""
+    """Figure 4.3: one user for all sizes."""
     script = scripted_server(one for examples in read_sets(data).values() for one in examples)
     with serving(script) as server:
         given = {"endpoint": server.url, "models": ("small", "large"), "user": "wise", "quick": True}
-        priced = {"prices": "1,2", "user_prices": "10,20"}
-        results = reproduce("clarify", options(data, tmp_path, "figure-4.3", **given, **priced))
+        results = reproduce("clarify", options(data, tmp_path / "sizes", "figure-4.3", **given))
         requests = list(server.requests)
     of_user = [body for body in requests if "Unknown" in body["messages"][0]["content"]]
     assert of_user
@@ -133,14 +132,26 @@ def test_a_user_apart_from_translators_of_two_sizes(data: Path, tmp_path: Path) 
     assert {body["model"] for body in requests if body not in of_user} == {"small", "large"}
     assert {body["max_tokens"] for body in requests} == {32}
     assert {row.id for row in results.rows} == {f"{size}-{method}" for size in ("small", "large") for method in METHODS}
+    assert results.details["user"] == "wise"
+    assert (tmp_path / "sizes" / "figure-4.3.png").exists()
+
+
+def test_the_price_has_the_tokens_of_both_models_each_at_its_own(data: Path, tmp_path: Path) -> None:
+    script = scripted_server(one for examples in read_sets(data).values() for one in examples)
+    with serving(script) as server:
+        given = {"endpoint": server.url, "user": "wise", "quick": True, "prices": "1,2", "user_prices": "10,20"}
+        with pytest.raises(RecipeError) as error:
+            reproduce("clarify", options(data, tmp_path, "4.2", **given, models=("small", "large")))
+        assert "--prices" in str(error.value), "one price says nothing of two models"
+        assert not server.requests
+        results = reproduce("clarify", options(data, tmp_path, "4.2", **given, models=("small",)))
+        requests = list(server.requests)
     expected = 0.0
     for body in requests:
         scale = 10 if body["model"] == "wise" else 1
         expected += scale * (words(body["messages"]) + 2 * len(script(body).split())) / 1e6
     assert sum(value_of(row.metrics["price"]) for row in results.rows) == pytest.approx(expected, abs=1e-5)
-    assert results.details["user"] == "wise"
     assert results.details["rows_of_unknown_price"] == []
-    assert (tmp_path / "figure-4.3.png").exists()
 
 
 def test_figure_4_6_needs_french_and_spanish_only(data: Path, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_damaged_and_missing_parts_are_named(data: Path, tmp_path: Path) -> None
     first, second = sorted(kit.glob("kit.tar.gz.*"))[:2]
     first.rename(moved / first.name)
     assert unpacked(kit, tmp_path / "a").returncode == 0, "parts may lie in any folder"
+    assert str(tmp_path / "a") in unpacked(kit, tmp_path / "a").stderr, "a folder with files stays as it is"
     second.write_bytes(second.read_bytes()[:-1])
     assert second.name in unpacked(kit, tmp_path / "b").stderr
     second.unlink()

@@ -203,3 +203,12 @@ def test_the_old_form_takes_any_file(tmp_path: Path) -> None:
     assert invoke("summarize", str(paper), "--budget", "1").code == 0
     assert "TABLE" in invoke("summarize", "train-writer", "--help").out
     assert "FILE" in invoke("summarize", "--help").out
+
+
+def test_documents_that_are_learned_and_held_out_are_told(table: str, tmp_path: Path) -> None:
+    command = ("summarize", "train-selector", table, "--test", table, *SMALL_SELECTOR, "--device", "cpu")
+    done = invoke(*command, "--out", str(tmp_path / "a"))
+    assert done.code == 0
+    assert any("6 of 6" in line for line in done.err.splitlines())
+    refused = invoke(*command, "--held-out", "0.5", "--out", str(tmp_path / "b"))
+    assert (refused.code, "--held-out" in refused.err) == (2, True)

@@ -95,6 +95,10 @@ def evaluate(
             "A model that predicts labels is measured with --rows, and can't be combined with --text, --examples or "
             "--tasks, which need a language model: leave out one or the other."
         )
+    if (rows or measures_classes) and limit is not None:
+        raise DataError(
+            "--limit is for questions, and labelled rows are measured all: leave it out, or name fewer rows."
+        )
     if measures_classes and (backbone or changes):
         raise DataError(f"{graft} is a classifier without a graft: leave out --backbone and --set, which change one.")
     files = files_by_name(rows or (), "files of rows", "--rows")
@@ -129,6 +133,9 @@ def evaluate(
             evaluation=EvaluationConfig.parse(settings, where="graft eval"),
             **model,
         )
+    notes = results.details.get("notes")
+    for note in notes if isinstance(notes, list) else ():
+        log(f"note: {note}")
     if out is not None:
         write_report(results, out)
     print_result(

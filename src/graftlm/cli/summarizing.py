@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from graftlm.cli.common import logger, print_report
 from graftlm.cli.inputs import AsJson, Device, Quiet, argument, option
+from graftlm.errors import RecipeError
 
 if TYPE_CHECKING:
     from graftlm.pipelines.summarize import SummarizedDocument
 
+_HELD_OUT = 0.1
 _TABLE = "Documents with human summaries: JSON lines with text or file, and summary."
 Table = Annotated[Path, argument("TABLE", _TABLE)]
 Keys = Annotated[list[str] | None, argument("KEY=VALUE", "Keys of the training, as in steps=200.")]
@@ -19,8 +21,8 @@ TestTable = Annotated[
     option("TABLE", "Held-out documents with summaries; by default a share of the documents.", "--test"),
 ]
 Share = Annotated[
-    float,
-    option("SHARE", "Share of the documents that is held out, without --test.", min=0.01, max=0.9),
+    float | None,
+    option("SHARE", "Share of the documents that is held out, without --test: 0.1 by default.", min=0.01, max=0.9),
 ]
 
 
@@ -28,7 +30,7 @@ def train_selector(
     documents: Table,
     keys: Keys = None,
     test: TestTable = None,
-    held_out: Share = 0.1,
+    held_out: Share = None,
     out: Annotated[Path, option("DIR", "Output folder.")] = Path("runs/selector"),
     device: Device = None,
     as_json: AsJson = False,
@@ -62,7 +64,7 @@ def train_writer(
         argument("KEY=VALUE", "Keys of the training: model, and others as in training.steps=200."),
     ] = None,
     test: TestTable = None,
-    held_out: Share = 0.1,
+    held_out: Share = None,
     selector: Annotated[
         Path | None,
         option("DIR", "Folder of a trained selector; by default the package's own."),
@@ -93,12 +95,14 @@ def train_writer(
 
 
 def _documents(
-    path: Path, test: Path | None, share: float, seed: int
+    path: Path, test: Path | None, share: float | None, seed: int
 ) -> tuple[list[SummarizedDocument], list[SummarizedDocument]]:
     """Return the documents to learn from and the held-out ones, of two tables or of one."""
     from graftlm.pipelines.summarize import hold_out, read_summarized
 
+    if test is not None and share is not None:
+        raise RecipeError("Both --test and --held-out were given: leave one of them out.")
     documents = read_summarized(path)
     if test is not None:
         return documents, read_summarized(test)
-    return hold_out(documents, share, seed)
+    return hold_out(documents, share or _HELD_OUT, seed)

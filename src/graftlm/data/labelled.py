@@ -321,9 +321,10 @@ def _read(name: str, config: LabelledConfig, split: Split) -> tuple[list[Labelle
         rows += _read_file(path, config, reader, skipped)
     if not rows:
         where = ", ".join(str(path) for path in files) or f"its {split} names no file"
+        left_out = "".join(f"; {kind} are skipped: {count:,}" for kind, count in skipped.items())
         raise DataError(
-            f"The task {name} has no rows under {split} ({where}): name a file with at least one row, or leave the "
-            "task out."
+            f"The task {name} has no rows under {split} ({where}{left_out}): name a file with at least one row, or "
+            "leave the task out."
         )
     notes = [
         f"The files under {split} of the task {name} have {kind} ({count:,} in all), which are skipped."
@@ -344,7 +345,7 @@ def _read_file(
         *inputs, label = values
         row = read_inputs(config, inputs, names, where)
         if config.form not in (None, "glue"):
-            check_label(label, where)
+            check_label(label, config.form, where)
         target = reader.target(label, row.choices or row.texts, where)
         yield replace(row, target=target)
 

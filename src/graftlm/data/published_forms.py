@@ -49,6 +49,13 @@ FormRow = tuple[list[object], str]
 _Kind = TypeVar("_Kind")
 
 _WORD = re.compile(r"\S+")
+_LABELS: dict[Form, tuple[object, ...]] = {
+    "snli": ("entailment", "neutral", "contradiction"),
+    "wic": (False, True),
+    "wsc": (False, True),
+    "multirc": (0, 1),
+}
+"""The labels of forms that have fixed ones; 0 and 1 equal False and True."""
 _NO_LABEL = "-"  # the annotators of SNLI did not agree
 _PLACEHOLDER = "@placeholder"
 _KIND_NAMES: dict[type, str] = {str: "a string", int: "a whole number", list: "a list", dict: "an object"}
@@ -107,13 +114,20 @@ def read_form(path: Path, form: Form, skipped: Counter[str]) -> Iterator[FormRow
             yield row, where
 
 
-def check_label(value: object, where: str) -> None:
-    """Raise `DataError` for a row without a label.
+def check_label(value: object, form: Form, where: str) -> None:
+    """Raise `DataError` for a row without a label, or with one that the form does not have.
 
     Args:
         value: the last value of a row of `read_form`.
+        form: the form.
         where: the location of the row.
     """
+    labels = _LABELS.get(form)
+    if value is not None and labels is not None and value not in labels:
+        raise DataError(
+            f"{where} has the label {shorten(repr(value))}, but in the form {form} it is one of "
+            f"{', '.join(str(label) for label in labels)}: correct the row, or the form of the task."
+        )
     if value is None:
         raise DataError(
             f"{where} has no label, as in the published test files: name the file of validation rows instead."
@@ -219,6 +233,11 @@ def _record(values: Mapping[str, object], where: str, skipped: Counter[str]) -> 
     entities = list(dict.fromkeys(entities))
     for question in _value(values, "qas", list, where):
         query = _value(question, "query", str, where)
+        if _PLACEHOLDER not in query:
+            raise DataError(
+                f"{where} has the query {shorten(query)!r} without {_PLACEHOLDER}, which its choices replace: correct "
+                "the row."
+            )
         has_answers = "answers" in question
         listed = _value(question, "answers", list, where) if has_answers else []
         answers = [_value(answer, "text", str, where) for answer in listed]
@@ -231,17 +250,22 @@ def _record(values: Mapping[str, object], where: str, skipped: Counter[str]) -> 
         yield [text, [query.replace(_PLACEHOLDER, entity) for entity in chosen], label]
 
 
-def _mrqa(values: Mapping[str, object], where: str, _skipped: Counter[str]) -> Iterator[list[object]]:
+def _mrqa(values: Mapping[str, object], where: str, skipped: Counter[str]) -> Iterator[list[object]]:
     context = check_text(_value(values, "context", str, where), "context", where)
     for question in _value(values, "qas", list, where):
         places = []
         for answer in _value(question, "detected_answers", list, where):
-            listed = _value(answer, "char_spans", list, where)
-            places += [_characters(place, context, where) for place in listed]
+            text = _value(answer, "text", str, where)
+            for listed in _value(answer, "char_spans", list, where):
+                first, last = _characters(listed, context, where)
+                if _letters(context[first:last]) == _letters(text):
+                    places.append((first, last))
+                else:
+                    skipped["places with another text than their answer"] += 1
         if not places:
             raise DataError(
-                f"{where} has a question without a place in the key 'detected_answers', but at least one is expected: "
-                "correct the row, or leave it out."
+                f"{where} has a question without a place of its answer in the key 'detected_answers', but at least one "
+                "is expected: correct the row, or leave it out."
             )
         start, end = places[0]
         texts = [context[first:last] for first, last in places]
@@ -249,6 +273,11 @@ def _mrqa(values: Mapping[str, object], where: str, _skipped: Counter[str]) -> I
         texts += [answer for answer in aliases if isinstance(answer, str) and answer.strip()]
         span = AnswerSpan(start, end, tuple(dict.fromkeys(texts)), tuple(dict.fromkeys(places[1:])))
         yield [_value(question, "question", str, where), context, span]
+
+
+def _letters(text: str) -> str:
+    """Return the letters and digits of a text without case; tokenizers of the collection changed the others."""
+    return "".join(character for character in text.casefold() if character.isalnum())
 
 
 def _characters(place: object, context: str, where: str) -> tuple[int, int]:

@@ -221,8 +221,10 @@ def choose_user(
         ask: shows a text to a person and returns what the person types; None if there is no person.
 
     Raises:
-        RecipeError: both answers and a context are given.
+        RecipeError: both answers and a context are given, or the context is empty.
     """
+    if context is not None and not context.strip():
+        raise RecipeError("The context is empty, but a model answers from it: give its text, or leave --context out.")
     if answers and context is not None:
         raise RecipeError(
             "Both --answer and --context were given: give either the answers, or the context from which a "
