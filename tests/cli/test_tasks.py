@@ -91,6 +91,22 @@ def test_a_pipe_with_a_name_is_read(tmp_path: Path) -> None:
     writer.join()
 
 
+TAGGING = LabelledConfig.parse({"type": "tagging", "train": "rows.conll"})
+
+
+def test_words_of_a_conll_file_are_read_without_their_tags(tmp_path: Path) -> None:
+    text = "Anna\tB-person\nran\tO\n\nRome\tB-place\n"
+    named = tmp_path / "a.conll"
+    named.write_text(text)
+    assert [row.texts for row in read_questions(TAGGING, str(named))] == [("Anna", "ran"), ("Rome",)]
+    lines = tmp_path / "a.txt"
+    lines.write_text("Anna ran\nRome\n")
+    assert [row.texts for row in read_questions(TAGGING, str(lines))] == [("Anna", "ran"), ("Rome",)]
+    lines.write_text(text)
+    with pytest.raises(DataError, match="conll"):
+        list(read_questions(TAGGING, str(lines)))
+
+
 @pytest.mark.parametrize("name", ["gone", "."])
 def test_no_file_of_lines(tmp_path: Path, name: str) -> None:
     source = str(tmp_path / name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -20,19 +19,11 @@ from graftlm.errors import DataError, RecipeError
 from graftlm.generation.predict import read_questions
 from graftlm.grafts.heads import TaskSpec
 from graftlm.runs.task_run import TaskRecipe
+from published import COPA, HEADER, MRQA, MULTIRC, RECORD, SNLI, WIC, WSC, write_lines
 from tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 EXAMPLE = Path(__file__).parents[2] / "examples/24-tasks.yaml"
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    text = "\n".join(json.dumps(row) for row in rows)
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode()))
-    else:
-        path.write_text(text)
-    return path
 
 
 def read(path: Path, **config: Any) -> TaskRows:
@@ -52,81 +43,9 @@ def changed(row: dict[str, Any], path: list[Any], value: object) -> dict[str, An
     return copy
 
 
-COPA = {
-    "premise": "The lamp broke.",
-    "choice1": "It fell.",
-    "choice2": "It shone.",
-    "question": "cause",
-    "label": 0,
-    "idx": 0,
-}
-WIC = {
-    "word": "bank",
-    "sentence1": "A bank of sand.",
-    "sentence2": "The bank lends.",
-    "idx": 0,
-    "label": False,
-    "start1": 2,
-    "start2": 4,
-    "end1": 6,
-    "end2": 8,
-    "version": 1.1,
-}
-WSC = {
-    "text": "Anna thanked Mary Ann, because she had helped.",
-    "target": {"span2_index": 5, "span1_index": 2, "span1_text": "Mary Ann", "span2_text": "she"},
-    "idx": 0,
-    "label": True,
-}
-MULTIRC = {
-    "idx": 0,
-    "passage": {
-        "text": "The boat left at noon.",
-        "questions": [
-            {
-                "question": "When did it leave?",
-                "idx": 0,
-                "answers": [{"text": "Noon", "idx": 0, "label": 1}, {"text": "Night", "idx": 1, "label": 0}],
-            }
-        ],
-    },
-}
-RECORD = {
-    "source": "news",
-    "idx": 0,
-    "passage": {
-        "text": "Rome beat Paris. Rome won.",
-        "entities": [{"start": 0, "end": 3}, {"start": 10, "end": 14}, {"start": 17, "end": 20}],
-    },
-    "qas": [
-        {
-            "query": "The loser was @placeholder.",
-            "idx": 0,
-            "answers": [{"start": 10, "end": 14, "text": "Paris"}],
-        }
-    ],
-}
-MRQA = {
-    "id": "x",
-    "context": "The moon is round. The moon is old.",
-    "context_tokens": [["The", 0]],
-    "qas": [
-        {
-            "qid": "1",
-            "question": "What is round?",
-            "question_tokens": [["What", 0]],
-            "answers": ["Moon", "the moon"],
-            "detected_answers": [{"text": "moon", "char_spans": [[4, 7], [23, 26]], "token_spans": [[1, 1], [6, 6]]}],
-        }
-    ],
-}
-HEADER = {"header": {"dataset": "SQuAD", "split": "train"}}
-SNLI = {"gold_label": "neutral", "sentence1": "A man sits.", "sentence2": "A man waits.", "captionID": "1"}
-
-
 def test_copa(tmp_path: Path) -> None:
     other = {**COPA, "question": "effect", "label": 1}
-    found = read(write(tmp_path / "train.jsonl", [COPA, other]), type="choice", form="copa")
+    found = read(write_lines(tmp_path / "train.jsonl", [COPA, other]), type="choice", form="copa")
     assert found.spec == TaskSpec(type="choice")
     assert [row.choices for row in found.rows] == [("It fell.", "It shone.")] * 2
     assert [row.target for row in found.rows] == [0, 1]
@@ -136,7 +55,7 @@ def test_copa(tmp_path: Path) -> None:
 
 def test_wic_and_wsc_mark_their_words(tmp_path: Path) -> None:
     for row, form, words in ((WIC, "wic", ["bank", "bank"]), (WSC, "wsc", ["Mary Ann", "she"])):
-        path = write(tmp_path / f"{form}.jsonl", [row, {**row, "label": not row["label"]}])
+        path = write_lines(tmp_path / f"{form}.jsonl", [row, {**row, "label": not row["label"]}])
         found = read(path, type="marked", form=form)
         assert found.spec.labels == ["false", "true"]
         for one in found.rows:
@@ -149,13 +68,13 @@ def test_wic_and_wsc_mark_their_words(tmp_path: Path) -> None:
 
 
 def test_multirc_and_record_make_a_row_of_each_answer_or_query(tmp_path: Path) -> None:
-    found = read(write(tmp_path / "m.jsonl", [MULTIRC]), type="classification", form="multirc")
+    found = read(write_lines(tmp_path / "m.jsonl", [MULTIRC]), type="classification", form="multirc")
     assert [(row.texts, row.target) for row in found.rows] == [
         (("The boat left at noon.", "When did it leave? Noon"), "1"),
         (("The boat left at noon.", "When did it leave? Night"), "0"),
     ]
     unknown = changed(RECORD, ["qas", 0, "answers", 0, "text"], "Oslo")
-    found = read(write(tmp_path / "r.jsonl", [RECORD, unknown]), type="choice", form="record")
+    found = read(write_lines(tmp_path / "r.jsonl", [RECORD, unknown]), type="choice", form="record")
     (row,) = found.rows
     assert row.choices == ("The loser was Rome.", "The loser was Paris.")
     assert row.target == 1
@@ -164,12 +83,12 @@ def test_multirc_and_record_make_a_row_of_each_answer_or_query(tmp_path: Path) -
 
 def test_of_several_right_entities_the_choices_have_one(tmp_path: Path) -> None:
     both = changed(RECORD, ["qas", 0, "answers"], [{"text": "Paris"}, {"text": "Rome"}])
-    found = read(write(tmp_path / "r.jsonl", [RECORD, both]), type="choice", form="record")
+    found = read(write_lines(tmp_path / "r.jsonl", [RECORD, both]), type="choice", form="record")
     assert len(found.rows) == 1, "no wrong choice is left"
     text = "Rome beat Paris. Rome won. Oslo"
     third = changed(both, ["passage", "text"], text)
     third["passage"]["entities"].append({"start": len(text) - 4, "end": len(text) - 1})
-    (row,) = read(write(tmp_path / "s.jsonl", [third]), type="choice", form="record").rows
+    (row,) = read(write_lines(tmp_path / "s.jsonl", [third]), type="choice", form="record").rows
     assert row.choices == ("The loser was Rome.", "The loser was Oslo.")
     assert row.target == 0
 
@@ -184,9 +103,9 @@ def test_rows_without_labels_have_the_same_inputs(form: str, kind: str, rows: li
         row.pop("label", None)
         for question in row.get("qas", []):
             del question["answers"]
-    path = write(tmp_path / "test.jsonl", bare)
+    path = write_lines(tmp_path / "test.jsonl", bare)
     skipped: Counter[str] = Counter()
-    labelled = list(read_form(write(tmp_path / "train.jsonl", rows), form, skipped))  # type: ignore[arg-type]
+    labelled = list(read_form(write_lines(tmp_path / "train.jsonl", rows), form, skipped))  # type: ignore[arg-type]
     found = list(read_form(path, form, skipped))  # type: ignore[arg-type]
     assert [values[:-1] for values, _ in found] == [values[:-1] for values, _ in labelled]
     assert [values[-1] for values, _ in found] == [None]
@@ -196,7 +115,7 @@ def test_rows_without_labels_have_the_same_inputs(form: str, kind: str, rows: li
 
 
 def test_mrqa_gives_every_place_of_the_answer(tmp_path: Path) -> None:
-    path = write(tmp_path / "SQuAD.jsonl.gz", [HEADER, MRQA])
+    path = write_lines(tmp_path / "SQuAD.jsonl.gz", [HEADER, MRQA])
     (row,) = read(path, type="span", form="mrqa", stride=4).rows
     assert row.texts == ("What is round?", MRQA["context"])
     assert row.target == AnswerSpan(4, 8, ("moon", "Moon", "the moon"), ((23, 27),))
@@ -205,7 +124,7 @@ def test_mrqa_gives_every_place_of_the_answer(tmp_path: Path) -> None:
 
 def test_snli_and_scitail_leave_out_rows_without_a_gold_label(tmp_path: Path) -> None:
     rows = [SNLI, {**SNLI, "gold_label": "-"}, {**SNLI, "gold_label": "entailment"}]
-    found = read(write(tmp_path / "train.jsonl", rows), type="classification", form="snli")
+    found = read(write_lines(tmp_path / "train.jsonl", rows), type="classification", form="snli")
     assert [row.target for row in found.rows] == ["neutral", "entailment"]
     assert any("gold label" in note and "1 in all" in note for note in found.notes)
     lines = "A cell divides.\tCells divide.\tentails\nIt rains.\tIt snows.\tneutral\n"
@@ -274,7 +193,7 @@ BAD: dict[str, tuple[str, str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_row_that_does_not_fit_its_form_is_named(tmp_path: Path, case: str) -> None:
     form, kind, row, key = BAD[case]
-    path = write(tmp_path / "a.jsonl", [row])
+    path = write_lines(tmp_path / "a.jsonl", [row])
     with pytest.raises(DataError) as error:
         read(path, type=kind, form=form)
     assert "a.jsonl: line 1" in str(error.value)
@@ -283,7 +202,7 @@ def test_a_row_that_does_not_fit_its_form_is_named(tmp_path: Path, case: str) ->
 
 
 def test_files_that_are_not_whole_or_not_json_lines(tmp_path: Path) -> None:
-    whole = write(tmp_path / "whole.jsonl.gz", [HEADER, MRQA]).read_bytes()
+    whole = write_lines(tmp_path / "whole.jsonl.gz", [HEADER, MRQA]).read_bytes()
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(whole[:-20])
     (tmp_path / "a.csv").write_text("question,context\n")
@@ -296,7 +215,7 @@ def test_files_that_are_not_whole_or_not_json_lines(tmp_path: Path) -> None:
 
 def test_choices_of_columns_and_lists(tmp_path: Path) -> None:
     rows = [{"text": "a", "one": "x", "two": "y", "label": 1}]
-    found = read(write(tmp_path / "a.jsonl", rows), type="choice", choices=["one", "two"])
+    found = read(write_lines(tmp_path / "a.jsonl", rows), type="choice", choices=["one", "two"])
     assert found.rows[0].choices == ("x", "y")
     (tmp_path / "a.csv").write_text('text,choices,label\na,"[""x"", ""y"", ""z""]",2\nb,"[""x"", ""y""]",0\n')
     found = read(tmp_path / "a.csv", type="choice")
@@ -304,20 +223,20 @@ def test_choices_of_columns_and_lists(tmp_path: Path) -> None:
     assert [row.target for row in found.rows] == [2, 0]
     for bad, key in (({"choices": ["x"], "label": 0}, "'choices'"), ({"choices": "x", "label": 0}, "'choices'")):
         with pytest.raises(DataError) as error:
-            read(write(tmp_path / "b.jsonl", [{"text": "a", **bad}]), type="choice")
+            read(write_lines(tmp_path / "b.jsonl", [{"text": "a", **bad}]), type="choice")
         assert key in str(error.value)
 
 
 def test_marks_by_characters_or_by_their_text(tmp_path: Path) -> None:
     row = {"text": "a dog, a fox", "mark1": [2, 5], "mark2": "fox", "label": "x"}
-    path = write(tmp_path / "a.jsonl", [row, {**row, "label": "y"}])
+    path = write_lines(tmp_path / "a.jsonl", [row, {**row, "label": "y"}])
     (found, _) = read(path, type="marked").rows
     assert [found.texts[0][mark.start : mark.end] for mark in found.marks] == ["dog", "fox"]
     (again, _) = read_questions(LabelledConfig.parse({"type": "marked", "train": []}), str(path))
     assert again.marks == found.marks
     for value, key in (("cat", "'mark2'"), ("a", "'mark2'"), ([2], "'mark2'"), ([True, 5], "'mark2'"), (7, "'mark2'")):
         with pytest.raises(DataError) as error:
-            read(write(tmp_path / "b.jsonl", [{**row, "mark2": value}]), type="marked")
+            read(write_lines(tmp_path / "b.jsonl", [{**row, "mark2": value}]), type="marked")
         assert key in str(error.value)
 
 
@@ -325,7 +244,7 @@ def test_a_row_whose_marked_place_is_cut_is_measured_and_not_learned(tmp_path: P
     spec = TaskSpec(type="marked", labels=["x", "y"])
     row = {"text": "brown fox " * 20 + "moon", "mark1": [0, 5], "mark2": "moon", "label": "x"}
     short = {"text": "brown moon", "mark1": [0, 5], "mark2": "moon", "label": "y"}
-    path = write(tmp_path / "a.jsonl", [row, short])
+    path = write_lines(tmp_path / "a.jsonl", [row, short])
     task = LabelledConfig.parse({"type": "marked", "train": [], "test": str(path)})
     rows = read_held_out_rows("t", task, spec)
     encoder = RowEncoder(TOKENIZER, 12)
@@ -376,13 +295,13 @@ def test_the_example_of_24_tasks_is_a_recipe() -> None:
 
 
 def test_a_question_of_a_published_file_is_read_without_its_label(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [COPA])
+    path = write_lines(tmp_path / "a.jsonl", [COPA])
     config = LabelledConfig.parse({"type": "choice", "train": [], "form": "copa"})
     (row,) = read_questions(config, str(path))
     assert isinstance(row, LabelledRow)
     assert row.target is None
     assert row.choices == ("It fell.", "It shone.")
-    path = write(tmp_path / "b.jsonl", [SNLI, {**SNLI, "gold_label": "-"}])
+    path = write_lines(tmp_path / "b.jsonl", [SNLI, {**SNLI, "gold_label": "-"}])
     config = LabelledConfig.parse({"type": "classification", "train": [], "form": "snli"})
     with pytest.raises(DataError, match="gold label"):
         list(read_questions(config, str(path)))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from graftlm.data.table_files import check_columns
+from graftlm.data.table_files import check_columns, file_suffix
 from graftlm.errors import DataError
 from graftlm.files.reading import read_text
 
@@ -18,6 +18,10 @@ _SEPARATOR = re.compile(r"[ \t]+")
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _WORD_RANGE = re.compile(r"\d+-\d+")
 _EMPTY_NODE = re.compile(r"\d+\.\d+")
+
+
+_SUFFIXES = frozenset({".bio", ".bioes", ".conll", ".conllu", ".iob", ".iob2"})
+_TAG = re.compile(r"O|[BIES]-\S+")
 
 
 class _Columns(NamedTuple):
@@ -31,6 +35,17 @@ class _Columns(NamedTuple):
     count: int
     exact: bool
     numbered: bool = False
+
+
+def is_conll(path: Path) -> bool:
+    """Return whether the file's suffix is one of files with a word and its tag on each line, such as `.conll`."""
+    return file_suffix(path) in _SUFFIXES
+
+
+def ends_in_tag(line: str) -> bool:
+    """Return whether a line has several columns, of which the last is a tag such as `O` or `B-place`."""
+    cells = line.split()
+    return len(cells) > 1 and _TAG.fullmatch(cells[-1]) is not None
 
 
 def read_conll(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from graftlm.backbone import Backbone
+from graftlm.data.conll import ends_in_tag, is_conll, read_conll
 from graftlm.data.labelled import (
     LabelledConfig,
     LabelledRow,
@@ -213,7 +214,7 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
     """Read rows without labels from a table, from the lines of a text file, or from stdin.
 
     A line is a text, or two texts separated by a tab, followed by a tab and each choice, or by a tab and each marked
-    text. Words to tag are separated by white space.
+    text. Words to tag are separated by white space, or read from a CoNLL file, whose tags are ignored.
 
     Args:
         config: the config of the task.
@@ -236,11 +237,27 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
         for values, where in _read_table(Path(source), config, texts, published=not columns):
             yield read_question(config, values, names, where)
         return
+    if config.type == "tagging" and source != "-" and is_conll(Path(source)):
+        keys = {"text": config.texts[0], "label": config.label_column}
+        for (words, _), where in read_conll(Path(source), keys, config.columns):
+            yield read_question(config, [words], names, where)
+        return
     origin = "stdin" if source == "-" else source
     for number, line in enumerate(_lines_of(source), start=1):
         if line.strip():
             where = f"{origin}: line {number}"
+            if number == 1 and config.type == "tagging":
+                _check_no_tag(line, where)
             yield read_question(config, _parse_line(line, config, names if columns else (), where), names, where)
+
+
+def _check_no_tag(line: str, where: str) -> None:
+    """Raise `DataError` if a line of words ends in a tag, as in a CoNLL file."""
+    if ends_in_tag(line):
+        raise DataError(
+            f"{where} ends in a tag, but a line is a sentence without tags: remove the tags, or end the name of a "
+            "CoNLL file in .conll."
+        )
 
 
 def _read_table(
