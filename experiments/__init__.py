@@ -38,6 +38,7 @@ class Options(Config):
         models: names of models on that server.
         user: name of the model that answers questions, for experiments with a simulated user; by default each model.
         user_endpoint: URL of the server of `user`; by default `endpoint`.
+        limit: maximum number of examples of a set, for experiments that query models; None for that of the experiment.
         concurrency: number of conversations that a process holds at a time with a server.
         prices: prices of a million tokens read and written, as `0.15,0.60`, for experiments that state a cost.
         user_prices: the same of `user`; by default `prices`.
@@ -56,6 +57,7 @@ class Options(Config):
     models: tuple[str, ...] = ()
     user: str | None = None
     user_endpoint: str | None = None
+    limit: int | None = Field(None, ge=1)
     concurrency: int = Field(4, ge=1)
     prices: str | None = None
     user_prices: str | None = None

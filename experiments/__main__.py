@@ -90,6 +90,10 @@ def run(
         str | None,
         typer.Option(metavar="URL", help="Server of --user, if it is another; its key is in USER_API_KEY."),
     ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Maximum examples of a set, for experiments that query models."),
+    ] = None,
     concurrency: Annotated[
         int,
         typer.Option(min=1, metavar="N", help="Number of conversations at a time with a server, in each process."),
@@ -135,6 +139,7 @@ def run(
             "models": model or [],
             "user": user,
             "user_endpoint": user_endpoint,
+            "limit": limit,
             "concurrency": concurrency,
             "prices": prices,
             "user_prices": user_prices,

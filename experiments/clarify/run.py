@@ -103,7 +103,7 @@ def run(options: Options) -> Results:
         rows, measured = _model_rows(options, model_tables, limit, scorers, bill)
         details.update(measured)
     if "needed" in tables:
-        rows += needed_rows(options.data, QUICK_LIMIT if options.quick else LIMIT)
+        rows += needed_rows(options.data, options.limit or (QUICK_LIMIT if options.quick else LIMIT))
     details["wall_s"] = round(time.perf_counter() - started, 1)
     details["limit"] = limit
     return Study(options).write(
@@ -118,6 +118,8 @@ def run(options: Options) -> Results:
 
 def _limit(options: Options) -> int:
     """Return the maximum number of examples of a kind and language."""
+    if options.limit is not None:
+        return options.limit
     if options.quick:
         return QUICK_LIMIT
     if options.endpoint == SCRIPTED:

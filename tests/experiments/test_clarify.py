@@ -85,6 +85,12 @@ def test_known_mistakes_give_known_figures(data: Path, tmp_path: Path) -> None:
     assert (tmp_path / "figure-4.6.png").exists()
 
 
+def test_the_number_of_examples_is_limited(data: Path, tmp_path: Path) -> None:
+    results = reproduce("clarify", options(data, tmp_path, limit=2))
+    assert results.details["limit"] == 2
+    assert set(results.details["examples"].values()) == {2}
+
+
 @pytest.mark.slow
 def test_a_run_resumes_after_a_server_failure(data: Path, tmp_path: Path) -> None:
     script = scripted_server(one for examples in read_sets(data).values() for one in examples)

@@ -45,7 +45,7 @@ def test_options_reach_the_experiment(tmp_path: Path, monkeypatch: pytest.Monkey
     }
     other = {"out": "runs/some", "seeds": [3, 4], "tables": ["2", "7"], "quick": False, "jobs": 1, "device": "cpu"}
     unset = {"jobs": 2, "device": None, "backbone": None, "endpoint": None, "models": [], "scorers": []}
-    unset |= {"user": None, "user_endpoint": None, "concurrency": 4, "prices": None, "user_prices": None}
+    unset |= {"user": None, "user_endpoint": None, "limit": None, "concurrency": 4, "prices": None, "user_prices": None}
     assert seen[0] == ("some-paper", default | unset)
     assert seen[1][1] == seen[0][1] | other
 
