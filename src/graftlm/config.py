@@ -301,11 +301,28 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first["type"] == "extra_forbidden":
         known = _fields_at(model, path[:-1])
-        return f"{where}: unknown key {key}{did_you_mean(path[-1], known)}{more}."
+        hint = " (a key of another kind)" if path[-1] in known else did_you_mean(path[-1], known)
+        return f"{where}: unknown key {key}{hint}{more}."
     if first["type"] == "missing":
         return f"{where}: the key {key} is missing, and it has no default{more}: set it."
     prefix = f"{key}: " if key else ""
     return f"{where}: {prefix}{_mismatch(first)}{more}."
+
+
+def _expectation(kind: str, problem: Any) -> str:
+    """Describe the expected value of one problem of pydantic."""
+    message = problem["msg"].replace("Input", "the value", 1)
+    if kind == "int_parsing_size":
+        return "the value should be a smaller whole number"
+    if kind in ("too_short", "too_long"):
+        context = problem["ctx"]
+        bound = f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
+        return f"the value should have {bound} item(s) instead of {context['actual_length']}"
+    if kind.endswith(("_parsing", "_from_float")):
+        return message.partition(",")[0]
+    if kind in ("model_type", "dict_type"):
+        return "the value should be a mapping of keys"
+    return message
 
 
 def _mismatch(problem: Any) -> str:
@@ -320,11 +337,7 @@ def _mismatch(problem: Any) -> str:
         if is_container or isinstance(value, BaseModel):
             return message
         return f"{message}, but found {shown}"
-    message = problem["msg"].replace("Input", "the value", 1)
-    if kind.endswith(("_parsing", "_from_float")):
-        message = message.partition(",")[0]
-    if kind in ("model_type", "dict_type"):
-        message = "the value should be a mapping of keys"
+    message = _expectation(kind, problem)
     is_number_for_text = kind == "string_type" and isinstance(value, int | float)
     remedy = ": put it in quotes" if is_number_for_text else ""
     return f"{message}, but found {shown}{remedy}"

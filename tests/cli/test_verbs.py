@@ -326,6 +326,26 @@ def test_graft_has_help(graft: Graft) -> None:
     assert "Usage: " in outcome.out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (("serve", "--port", "abc", "--backbone", "x"), "--port"),
+        (("serve", "--port"), "--port"),
+        (("serve",), "--backbone"),
+        (("eval", "x", "--batch-size", "0"), "--batch-size"),
+        (("summarize", "train-selector"), "TABLE"),
+        (("serves",), "serves"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(graft: Graft, arguments: tuple[str, ...], key: str) -> None:
+    outcome = graft(*arguments)
+    assert outcome.code == 2
+    (line,) = outcome.err.splitlines()
+    assert line.startswith("error: ")
+    assert key in line
+    assert "--help" in line
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_and_json(graft: Graft, verb: str) -> None:
     outcome = graft(verb, "--help")

@@ -105,6 +105,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_backbone: BackboneFolder)
         for split in ("train", "test"):
             task[split] = str(folder / task[split])
             write_task(name, Path(task[split]))
+        if "stride" in task:
+            task["stride"] = 16
     recipe["backbone"] = {"name": str(tiny_backbone("bert")), "device": "cpu"}
     recipe["graft"] |= {"max_length": 64, "task_width": 8, "bottleneck_width": 8}
     recipe["training"] |= {"steps": 8, "batch_size": 8, "warmup_steps": 2}

@@ -53,6 +53,8 @@ def test_a_run_leaves_graft_reports_and_recipe(trained: tuple[Path, Any, list[st
     assert row.metrics["data_share"] == report["data_share"] < 1
     assert 0 < row.metrics["trained_parameters_ratio"] < row.metrics["total_parameters_ratio"]
     assert any("are cut at their end" in one for one in said)
+    shared = [one for one in said if "inputs of a training row" in one]
+    assert len(shared) == len(tasks_of(folder / "rows")), "the tasks are measured on what they learn from"
     assert read_manifest(folder / "run/graft").backbone.kind == "encoder"
 
 
@@ -145,6 +147,13 @@ def test_two_tasks_of_one_name(tmp_path: Path) -> None:
         load_recipe(path)
     assert "line 3" in str(error.value)
     assert "one" in str(error.value)
+
+
+def test_windows_begin_less_than_a_row_apart(tmp_path: Path) -> None:
+    values = task_recipe(tmp_path, "nowhere")
+    values["tasks"]["where"]["stride"] = values["length"]
+    with pytest.raises(RecipeError, match=r"tasks\.where\.stride"):
+        TaskRecipe.parse(values)
 
 
 def test_heads_need_tasks_and_rows_that_fit_the_model(tmp_path: Path, tiny_backbone: BackboneFolder) -> None:

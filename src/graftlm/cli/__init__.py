@@ -18,6 +18,8 @@ from graftlm.errors import GraftError
 from graftlm.version import __version__
 
 _RESUMABLE = ("train", "compare", "grow", "demo", "audit", "summarize train-writer")
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]
+"""The base class of wrong arguments. typer has no name for it, and recent versions have their own copy of click."""
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG}
 
 
@@ -39,6 +41,11 @@ class _Verbs(TyperGroup):
         except GraftError as error:
             log(f"error: {error}")
             raise typer.Exit(2) from None
+        except _UsageError as error:
+            verb = ctx.invoked_subcommand if ctx.invoked_subcommand in self.commands else ""
+            help_command = " ".join(["graft", *verb.split(), "--help"])
+            log(f"error: {_usage_problem(error)}: `{help_command}` shows what is expected.")
+            raise typer.Exit(2) from None
         except KeyboardInterrupt:
             hint = ": the same command resumes the run" if ctx.invoked_subcommand in _RESUMABLE else ""
             log(f"interrupted{hint}.")
@@ -53,6 +60,12 @@ class _Verbs(TyperGroup):
         finally:
             # A verb that failed while it loaded leaves garbage collection disabled.
             gc.enable()
+
+
+def _usage_problem(error: Any) -> str:
+    """Return what is wrong with the arguments, as part of a sentence."""
+    problem = error.format_message().partition(", unable to parse")[0].strip().rstrip(".")
+    return problem.replace("Input should be", "the value should be")
 
 
 class _Verb(TyperCommand):

@@ -95,10 +95,22 @@ def evaluate(
             "A model that predicts labels is measured with --rows, and can't be combined with --text, --examples or "
             "--tasks, which need a language model: leave out one or the other."
         )
-    if (rows or measures_classes) and limit is not None:
-        raise DataError(
-            "--limit is for questions, and labelled rows are measured all: leave it out, or name fewer rows."
-        )
+    if rows or measures_classes:
+        of_answers = {
+            "--limit": limit,
+            "--metric": metric,
+            "--prompt-column": prompt_column,
+            "--answer-column": answer_column,
+            "--max-new-tokens": max_new_tokens,
+            "--stop": stop,
+            "--shots": shots,
+        }
+        given = [name for name, value in of_answers.items() if value is not None]
+        if given:
+            raise DataError(
+                f"{given[0]} is for questions and answers, and labelled rows are measured all: leave it out, or name "
+                "fewer rows."
+            )
     if measures_classes and (backbone or changes):
         raise DataError(f"{graft} is a classifier without a graft: leave out --backbone and --set, which change one.")
     files = files_by_name(rows or (), "files of rows", "--rows")
@@ -376,8 +388,12 @@ def predict(
     if as_json:
         print_json(list(predictions))
         return
+    is_empty = True
     for prediction in predictions:
+        is_empty = False
         typer.echo(json.dumps(prediction, ensure_ascii=False))
+    if is_empty:
+        log(f"{'stdin' if source == '-' else source} has no rows, so nothing was predicted.")
 
 
 def inspect(

@@ -53,6 +53,7 @@ def train_selector(
         training,
         device=device or str(default_device()),
         log=logger(quiet=quiet),
+        progress=not quiet,
     )
     print_report(results, out, as_json=as_json)
 

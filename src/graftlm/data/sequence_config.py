@@ -93,7 +93,7 @@ SequenceConfig = Annotated[
     | Annotated[PixelsConfig, Tag("tagged-pixels")],
     Discriminator(
         _form,
-        custom_error_type="sequence_task",
+        custom_error_type="value_error",
         custom_error_message="the key task should be listops, bytes or pixels",
     ),
 ]

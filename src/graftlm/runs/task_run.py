@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from graftlm.backbone import Backbone, max_sequence_length
 from graftlm.backbone.load import BackboneConfig
 from graftlm.config import Config
-from graftlm.data.labelled import LabelledConfig, Split, TaskRows, read_held_out_rows, read_training_rows, score_metric
+from graftlm.data.labelled import (
+    LabelledConfig,
+    LabelledRow,
+    Split,
+    TaskRows,
+    read_held_out_rows,
+    read_training_rows,
+    score_metric,
+)
 from graftlm.data.labelled_batches import LabelledMixture, Score, TaskBatch
 from graftlm.data.row_encoder import RowEncoder
 from graftlm.data.samplers import SamplerConfig
@@ -94,6 +102,12 @@ class TaskRecipe(_TaskSettings):
                     f"the task name {name!r} can't be used: use letters, digits, - and _, and begin with a letter or "
                     "digit"
                 )
+            stride = self.tasks[name].stride
+            if stride is not None and stride >= self.length:
+                yield (
+                    f"tasks.{name}.stride is {stride}, but rows have at most length={self.length} tokens, so that "
+                    "windows can't begin so far apart: lower the stride, or raise length"
+                )
             if _TAKEN.fullmatch(name):
                 yield f"the task name {name} is that of a metric of the report: choose another"
         if not self.graft.needs_tasks:
@@ -112,6 +126,22 @@ class TaskRecipe(_TaskSettings):
         """Return the run that trains the recipe's graft."""
         settings = {name: getattr(self, name) for name in _TaskSettings.model_fields}
         return TaskRun(id=self.graft.kind, folder=".", **settings)
+
+
+def _log_shared_rows(context: RunContext, train: Mapping[str, TaskRows], test: Mapping[str, TaskRows]) -> None:
+    """Log how many test rows have the inputs of a training row of their task."""
+    for name, task in test.items():
+        known = {_inputs_of(row) for row in train[name].rows}
+        shared = sum(_inputs_of(row) in known for row in task.rows)
+        if shared:
+            context.log(
+                f"warning: of the {len(task):,} test rows of {name}, {shared:,} have the inputs of a training row, so "
+                "that the score says little about other rows."
+            )
+
+
+def _inputs_of(row: LabelledRow) -> Hashable:
+    return row.texts, row.choices, row.marks
 
 
 @dataclass(frozen=True)
@@ -160,6 +190,7 @@ class TaskRun(_TaskSettings, TrainingRun):
             for held_out in tests.values():
                 self._log_notes(context, held_out)
             self._log_notes(context, rows)
+            _log_shared_rows(context, rows, tests["test"])
             self._log_rows(context, backbone, rows, batches)
             starts = _start_tasks(model, batches, rows)
             for name, start in starts.items():

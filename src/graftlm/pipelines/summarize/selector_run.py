@@ -13,9 +13,15 @@ from graftlm.evaluation.report import write_report
 from graftlm.pipelines.summarize.default_selector import DefaultSelector
 from graftlm.pipelines.summarize.held_out import human_row, oracle_row, selector_row
 from graftlm.pipelines.summarize.selection import Budget, LeadSelector
-from graftlm.pipelines.summarize.selector_training import SelectorTrainingConfig, selector_example, train_selector
+from graftlm.pipelines.summarize.selector_training import (
+    SelectorExample,
+    SelectorTrainingConfig,
+    selector_example,
+    train_selector,
+)
 from graftlm.pipelines.summarize.summarized import SummarizedDocument, hold_out
 from graftlm.pipelines.summarize.variants import mean_oracle_size
+from graftlm.progress import progress_bar
 
 SELECTOR = "selector"
 """Name of the folder of the trained selector, in the folder of a run."""
@@ -30,6 +36,7 @@ def run_selector_training(
     validation_share: float = 0.1,
     device: str = "cpu",
     log: Callable[[str], None] = lambda text: None,
+    progress: bool = False,
 ) -> Results:
     """Train a selector, save it in `out/selector`, and write a report with scores on held-out documents.
 
@@ -45,6 +52,7 @@ def run_selector_training(
         validation_share: share of `documents` that decides which weights are kept.
         device: device of the model.
         log: called with lines of text about the run.
+        progress: show the progress of long parts.
 
     Raises:
         DataError: there are fewer than two documents, or no held-out one; or see `train_selector`.
@@ -59,9 +67,10 @@ def run_selector_training(
     log(f"Documents: {len(learned):,} to learn from, {len(validation):,} for validation, {len(test):,} held out.")
     warn_of_abstracts([*documents, *test], log)
     warn_of_shared_documents(documents, test, log)
-    train_examples = [selector_example(item.document, item.summary_sentences) for item in learned]
-    validation_examples = [selector_example(item.document, item.summary_sentences) for item in validation]
-    selector = train_selector(train_examples, validation_examples, training, device=device, log=log)
+    with progress_bar("find oracle sentences", len(documents), show=progress) as update:
+        train_examples = _examples(learned, update)
+        validation_examples = _examples(validation, update)
+    selector = train_selector(train_examples, validation_examples, training, device=device, log=log, progress=progress)
     folder = selector.save(Path(out) / SELECTOR)
     budget = Budget(amount=mean_oracle_size(learned))
     rows = [
@@ -85,6 +94,15 @@ def run_selector_training(
     write_report(results, out)
     log(f"Use it: graft summarize paper.pdf --selector {folder} --budget {budget.amount}")
     return results
+
+
+def _examples(documents: Sequence[SummarizedDocument], update: Callable[..., None]) -> list[SelectorExample]:
+    """Return the oracle extract of each document; `update` counts them."""
+    examples = []
+    for item in documents:
+        examples.append(selector_example(item.document, item.summary_sentences))
+        update(advance=1)
+    return examples
 
 
 def warn_of_abstracts(documents: Sequence[SummarizedDocument], log: Callable[[str], None]) -> None:

@@ -25,6 +25,7 @@ from graftlm.models.sentence_selector import SentenceSelector, SentenceSelectorC
 from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.oracle import oracle_extract
 from graftlm.pipelines.summarize.trained_selector import TrainedSelector, sentence_embeddings
+from graftlm.progress import progress_bar
 from graftlm.training.language_model import train_tokenizer
 
 _VOCAB_SIZE = 40_000  # default size of the vocabulary of a trained tokenizer
@@ -95,6 +96,7 @@ def train_selector(
     *,
     device: str = "cpu",
     log: Callable[[str], None] = lambda text: None,
+    progress: bool = False,
 ) -> TrainedSelector:
     """Train a selector and keep the weights with the lowest validation loss.
 
@@ -106,6 +108,7 @@ def train_selector(
         training: configuration; None uses the defaults.
         device: device of the model.
         log: called with a line of text about the losses at each evaluation.
+        progress: show the progress of encoding and of training.
 
     Raises:
         DataError: no example of `train` or of `validation` has an extract in its first `max_sentences` sentences, or
@@ -117,15 +120,16 @@ def train_selector(
     """
     training = training or SelectorTrainingConfig()
     selector = _new_selector(train, training, device)
-    train_rows = _encode_all(selector, train)
-    validation_rows = _encode_all(selector, validation)
+    with progress_bar("encode documents", len(train) + len(validation), show=progress) as update:
+        train_rows = _encode_all(selector, train, update)
+        validation_rows = _encode_all(selector, validation, update)
     for purpose, rows in (("training", train_rows), ("validation", validation_rows)):
         if not rows:
             raise DataError(
                 f"No document for {purpose} has an extract in its first {selector.model.config.max_sentences} "
                 "sentences: add documents with summaries."
             )
-    losses = fit_selector(selector.model, train_rows, validation_rows, training, log)
+    losses = fit_selector(selector.model, train_rows, validation_rows, training, log, progress=progress)
     selector.record = {
         "training": training.model_dump(mode="json"),
         "documents": len(train_rows),
@@ -196,9 +200,16 @@ class EncodedExample(NamedTuple):
     extract: Tensor
 
 
-def _encode_all(selector: TrainedSelector, examples: Sequence[SelectorExample]) -> list[EncodedExample]:
-    """Encode the examples, without those that have no extract within `max_sentences`."""
-    encoded = [_encode(selector, example) for example in examples]
+def _encode_all(
+    selector: TrainedSelector,
+    examples: Sequence[SelectorExample],
+    update: Callable[..., None],
+) -> list[EncodedExample]:
+    """Encode the examples, without those that have no extract within `max_sentences`; `update` counts them."""
+    encoded = []
+    for example in examples:
+        encoded.append(_encode(selector, example))
+        update(advance=1)
     return [example for example in encoded if len(example.extract)]
 
 
@@ -215,6 +226,8 @@ def fit_selector(
     validation: Sequence[EncodedExample],
     training: SelectorTrainingConfig,
     log: Callable[[str], None] = lambda text: None,
+    *,
+    progress: bool = False,
 ) -> list[list[float]]:
     """Train a model in place, and leave it in evaluation mode with the weights of the lowest validation loss.
 
@@ -224,6 +237,7 @@ def fit_selector(
         validation: examples of the evaluations, at least one.
         training: configuration.
         log: called with a line of text about the losses at each evaluation.
+        progress: show the progress.
 
     Returns:
         Step, training loss of the last batch and mean validation loss of each evaluation.
@@ -241,28 +255,40 @@ def fit_selector(
     best_loss = math.inf
     best_state = deepcopy(model.state_dict())
     stale = 0
-    for step in range(1, training.steps + 1):
-        loss = _update(model, optimizer, next(batches))
-        if step % training.evaluate_every and step != training.steps:
-            continue
-        validation_loss = _mean_loss(model, validation, training.batch_size)
-        if not math.isfinite(validation_loss):
-            raise TrainingError(
-                f"The validation loss at step {step} is {validation_loss}, but a finite number is expected: lower the "
-                "learning_rate."
-            )
-        losses.append([step, loss.item(), validation_loss])
-        log(f"step {step}: loss {loss.item():.4f}, validation {validation_loss:.4f}")
-        stale += 1
-        if validation_loss < best_loss:
-            best_loss = validation_loss
-            best_state = deepcopy(model.state_dict())
-            stale = 0
-        if stale == training.patience:
-            break
+    with progress_bar("train", training.steps, "loss {task.fields[loss]}", show=progress, loss="–") as update:
+        for step in range(1, training.steps + 1):
+            loss = _update(model, optimizer, next(batches))
+            update(advance=1, loss=f"{loss.item():.4f}")
+            if step % training.evaluate_every and step != training.steps:
+                continue
+            validation_loss = _finite_loss(model, validation, training, step)
+            losses.append([step, loss.item(), validation_loss])
+            log(f"step {step}: loss {loss.item():.4f}, validation {validation_loss:.4f}")
+            stale += 1
+            if validation_loss < best_loss:
+                best_loss = validation_loss
+                best_state = deepcopy(model.state_dict())
+                stale = 0
+            if stale == training.patience:
+                break
     model.load_state_dict(best_state)
     model.eval()
     return losses
+
+
+def _finite_loss(
+    model: SentenceSelector,
+    validation: Sequence[EncodedExample],
+    training: SelectorTrainingConfig,
+    step: int,
+) -> float:
+    """Return the validation loss; raise `TrainingError` if it is not finite."""
+    loss = _mean_loss(model, validation, training.batch_size)
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"The validation loss at step {step} is {loss}, but a finite number is expected: lower the learning_rate."
+        )
+    return loss
 
 
 def _update(model: SentenceSelector, optimizer: torch.optim.Optimizer, batch: Sequence[EncodedExample]) -> Tensor:
