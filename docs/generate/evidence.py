@@ -50,7 +50,7 @@ class Claim(Config):
     claim: str
     estimate: str
     setting: str
-    verdict: Literal["reproduced", "not reproduced", "undecided"]
+    verdict: Literal["reproduced", "supported", "not reproduced", "undecided"]
     cause: str
     advice: str
 

@@ -26,7 +26,8 @@ def value_at(results: Mapping[str, Any], path: str) -> Any:
     Args:
         results: The content of a `results.json`.
         path: Keys separated by slashes. `rows/ID/METRIC` is a metric of a row, and `minus/ID/OTHER/METRIC` the
-            difference of two rows, paired over seeds; any other path starts at the top.
+            difference of two rows, paired over seeds; any other path starts at the top. The key of an item of a list
+            is its name.
 
     Raises:
         KeyError: There is no such value.
@@ -40,6 +41,8 @@ def value_at(results: Mapping[str, Any], path: str) -> Any:
         value = {row["id"]: row["metrics"] for row in results["rows"]}
         keys = keys[1:]
     for key in keys:
+        if isinstance(value, list):
+            value = {item["name"]: item for item in value}
         if not isinstance(value, Mapping) or key not in value:
             raise KeyError(f"{path}: there is no {key!r}")
         value = value[key]
