@@ -20,7 +20,7 @@ IMPORTS_BY_NAME = {
     "models/__init__.py",
     "pipelines/summarize/__init__.py",
 }
-ANY_LIMIT = 431
+ANY_LIMIT = 429
 """Lines of src that may name `Any`; the limit only falls."""
 
 

@@ -4,7 +4,7 @@
 |---|---|
 | OpenSubtitles | Moses form of OPUS: a file of lines for each language, and one of ids, which name the films |
 | Translated Wikipedia Biographies | CSV with a header; a row is a sentence, with the gender of its person |
-| alignments | Pharaoh, as aligners write it: `0-0 1-2` for each sentence pair, positions of tokens from 0 |
+| alignments | Pharaoh, as eflomal writes it: `0-0 1-2` for each sentence pair, positions of tokens from 0 |
 
 None of them is part of the project. All readers raise DataError if a file is missing or has another form.
 """

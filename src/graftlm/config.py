@@ -25,6 +25,9 @@ _KINDS: dict[type, str] = {
     type(None): "nothing",
 }
 
+UNKNOWN_TAG = "unknown_tag"
+"""Type of the error of a union without a config for a mapping; its message describes the key that selects one."""
+
 _PYDANTIC_LABELS = (
     "constrained-",
     "dict[",
@@ -331,7 +334,7 @@ def _mismatch(problem: Any) -> str:
     value = problem["input"]
     is_container = isinstance(value, dict | list)
     shown = _kind_of(value) if is_container or value is None else shorten(repr(value))
-    if kind == "value_error":
+    if kind in ("value_error", UNKNOWN_TAG):
         # The config's own validator raised the error, whose message already describes the expected value.
         message = problem["msg"].removeprefix("Value error, ").rstrip(".")
         if is_container or isinstance(value, BaseModel):

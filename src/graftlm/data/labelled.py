@@ -88,7 +88,7 @@ class LabelledConfig(Config):
     metric: Metric | None = Field(None, description="The metric that is the task's score; see the table of metrics.")
 
     def _problems(self) -> Iterator[str]:
-        names = _listed(self.text)
+        names = listed(self.text)
         if self.text is not None:
             if self.type == "span" and len(names) != 2:
                 yield f"the number of columns in text is {len(names)}, but a span task has two, of question and context"
@@ -113,7 +113,7 @@ class LabelledConfig(Config):
                 yield f"{key} is set, but only {kind} tasks use it and the type is {self.type}: leave {key} out"
         if self.marks is not None and len(self.marks) != PLACES:
             yield f"the number of columns in marks is {len(self.marks)}, but {PLACES} are expected"
-        if self.choices is not None and not _listed(self.choices):
+        if self.choices is not None and not listed(self.choices):
             yield "choices names no column: name one of lists, or one for each choice"
         if self.form is None:
             return
@@ -135,7 +135,7 @@ class LabelledConfig(Config):
     @property
     def texts(self) -> list[str]:
         """The names of the one or two columns of text."""
-        names = _listed(self.text)
+        names = listed(self.text)
         if names:
             return names
         if self.type == "span":
@@ -146,7 +146,7 @@ class LabelledConfig(Config):
     def part_columns(self) -> list[str]:
         """The names of the columns of choices or of marked places; empty for other types."""
         if self.type == "choice":
-            return _listed(self.choices) or ["choices"]
+            return listed(self.choices) or ["choices"]
         if self.type == "marked":
             return list(self.marks or ["mark1", "mark2"])
         return []
@@ -161,10 +161,11 @@ class LabelledConfig(Config):
     def files(self, split: Split) -> list[Path]:
         """Return the files of a split, in which `~` is replaced by the home directory. They need not exist."""
         paths = {"train": self.train, "test": self.test, "validation": self.validation}
-        return [Path(path).expanduser() for path in _listed(paths[split])]
+        return [Path(path).expanduser() for path in listed(paths[split])]
 
 
-def _listed(values: str | list[str] | None) -> list[str]:
+def listed(values: str | list[str] | None) -> list[str]:
+    """Return a list of texts that a config may have as one text, or not at all."""
     if values is None:
         return []
     return [values] if isinstance(values, str) else list(values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Texts = tuple[str, ...]
 """The text of a row, or the two texts of a pair."""
+Columns = dict[str, list[Any]]
+"""Values of sequences by the name of a model input, or of another output of the tokenizer."""
 
 _CONTEXT = 1  # number of the context among the texts of a span task
 
@@ -141,17 +143,7 @@ class RowEncoder:
             self._check_lengths(columns, long, owners, task)
         if long and task.stride is None:
             self._truncate(columns, long, texts, spec)
-        truncated = set(long)
-        sequences: list[list[EncodedRow]] = [[] for _ in task.rows]
-        for index, owner in enumerate(owners):
-            values = {key: column[index] for key, column in columns.items()}
-            row = task.rows[owner]
-            if task.stride is None or index not in truncated:
-                sequences[owner].append(self._encode_row(spec, row, values, truncated=index in truncated))
-                continue
-            context = self._context(values["offset_mapping"], values["sequences"])
-            for window in _windows(values, context, self.length, task.stride):
-                sequences[owner].append(self._encode_row(spec, row, window, truncated=False))
+        sequences = self._sequences(task, columns, owners, set(long))
         long_rows = len({owners[index] for index in long})
         windowed = 0 if task.stride is None else long_rows
         encoded: list[EncodedRow] = []
@@ -167,6 +159,33 @@ class RowEncoder:
             )
         return EncodedTask(spec, encoded, long_rows - windowed, left_out, windowed)
 
+    def _sequences(
+        self,
+        task: TaskRows,
+        columns: Columns,
+        owners: Sequence[int],
+        long: Collection[int],
+    ) -> list[list[EncodedRow]]:
+        """Return the sequences of each row: one, one for each choice, or one for each window.
+
+        Args:
+            task: the rows.
+            columns: the tokens of all sequences.
+            owners: the number of the row of each sequence.
+            long: the indices of sequences that are longer than a row.
+        """
+        sequences: list[list[EncodedRow]] = [[] for _ in task.rows]
+        for index, owner in enumerate(owners):
+            values = {key: column[index] for key, column in columns.items()}
+            row = task.rows[owner]
+            if task.stride is None or index not in long:
+                sequences[owner].append(self._encode_row(task.spec, row, values, truncated=index in long))
+                continue
+            context = self._context(values["offset_mapping"], values["sequences"])
+            for window in _windows(values, context, self.length, task.stride):
+                sequences[owner].append(self._encode_row(task.spec, row, window, truncated=False))
+        return sequences
+
     def _texts(self, spec: TaskSpec, row: LabelledRow) -> list[Texts]:
         """Return what is tokenized of a row: a text or a pair, or a pair for each choice."""
         if spec.type == "tagging":
@@ -179,7 +198,7 @@ class RowEncoder:
         first, second = row.texts
         return [(first, self._separator + second)]
 
-    def _tokenize(self, texts: Sequence[Texts], spec: TaskSpec, max_length: int | None = None) -> dict[str, list[Any]]:
+    def _tokenize(self, texts: Sequence[Texts], spec: TaskSpec, max_length: int | None = None) -> Columns:
         """Tokenize texts, and truncate them to `max_length` tokens if it is set.
 
         Returns:
@@ -203,14 +222,14 @@ class RowEncoder:
             options["max_length"] = max_length
         inputs: list[Any] = [list(column) for column in zip(*texts, strict=True)]
         encoding = self.tokenizer(*inputs, **options)
-        columns: dict[str, list[Any]] = dict(encoding)
+        columns: Columns = dict(encoding)
         if spec.type in ("span", "marked"):
             columns["sequences"] = [encoding.sequence_ids(index) for index in range(len(texts))]
         return columns
 
     def _check_lengths(
         self,
-        columns: Mapping[str, list[Any]],
+        columns: Columns,
         long: Sequence[int],
         owners: Sequence[int],
         task: TaskRows,
@@ -248,9 +267,7 @@ class RowEncoder:
         tokens = enumerate(zip(offsets, sequences, strict=True))
         return [index for index, ((_, end), number) in tokens if number == _CONTEXT and end > shift]
 
-    def _truncate(
-        self, columns: dict[str, list[Any]], long: Sequence[int], texts: Sequence[Texts], spec: TaskSpec
-    ) -> None:
+    def _truncate(self, columns: Columns, long: Sequence[int], texts: Sequence[Texts], spec: TaskSpec) -> None:
         """Replace the encodings of the texts `long` by truncated ones."""
         shorter = self._tokenize([texts[index] for index in long], spec, self.length)
         for key, values in shorter.items():

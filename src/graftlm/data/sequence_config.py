@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from graftlm.config import Config
+from graftlm.config import UNKNOWN_TAG, Config
 from graftlm.data.labelled import LabelledConfig
 from graftlm.data.listops import longest_expression
 
@@ -93,7 +93,7 @@ SequenceConfig = Annotated[
     | Annotated[PixelsConfig, Tag("tagged-pixels")],
     Discriminator(
         _form,
-        custom_error_type="value_error",
+        custom_error_type=UNKNOWN_TAG,
         custom_error_message="the key task should be listops, bytes or pixels",
     ),
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from graftlm.data.labelled import LabelledRow, TaskRows, read_held_out_rows, read_training_rows
+from graftlm.data.labelled import LabelledRow, TaskRows, listed, read_held_out_rows, read_training_rows
 from graftlm.data.listops import DIGITS, TOKENS, generate_expressions, read_expression
 from graftlm.data.sequence_config import BytesConfig, ListOpsConfig, PixelsConfig, SequenceConfig
 from graftlm.data.table_files import check_text, read_values
@@ -125,14 +125,10 @@ def _shared_rows(task: SequenceTask) -> list[str]:
     return [f"Of the {len(task.test):,} test rows, {shared:,} have the tokens of a training row."]
 
 
-def _listed(files: str | list[str]) -> list[str]:
-    return [files] if isinstance(files, str) else files
-
-
 def _list_operations(config: ListOpsConfig) -> SequenceTask:
     if config.train:
-        train = _read_expressions(_listed(config.train), config)
-        test = _read_expressions(_listed(config.test), config)
+        train = _read_expressions(listed(config.train), config)
+        test = _read_expressions(listed(config.test), config)
     else:
         expressions = generate_expressions(
             config.test_rows + config.rows,

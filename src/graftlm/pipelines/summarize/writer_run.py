@@ -18,7 +18,7 @@ from graftlm.backbone import default_device, load_backbone
 from graftlm.backbone.backbone import move
 from graftlm.config import Config
 from graftlm.errors import DataError, RecipeError
-from graftlm.evaluation import Results
+from graftlm.evaluation import Results, Row
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.report import write_report
 from graftlm.files.writing import write_atomically
@@ -152,26 +152,39 @@ def run_writer_training(
         )
         texts = _write_all(writer, tests)
     _keep_summaries(Path(out) / SUMMARIES, tests, texts)
-    extracts = [example.extract.text for example in tests]
-    rows = [
-        text_row("writer", f"this writer ({config.variant})", texts, test, extracts),
-        selector_row("selector", chosen.name, chosen, budget, test),
-        oracle_row(test),
-        human_row(test),
-    ]
+    written = text_row(
+        "writer",
+        f"this writer ({config.variant})",
+        texts,
+        test,
+        [example.extract.text for example in tests],
+    )
+    rows = [written, selector_row("selector", chosen.name, chosen, budget, test), oracle_row(test), human_row(test)]
+    results = _report(out, config, rows, budget, {"training": len(documents), "test": len(test)})
+    if reads_oracle(config.variant, "test"):
+        log("The variant gg reads the oracle's extracts in the test, so that its scores are an upper bound.")
+    by = "" if selector is None else f"--selector {selector.name} "
+    log(f"Use it: graft summarize paper.pdf {by}--writer {folder} --budget {_option(budget)}")
+    return results
+
+
+def _report(
+    out: str | Path,
+    config: WriterTrainingConfig,
+    rows: Sequence[Row],
+    budget: Budget,
+    documents: dict[str, JsonValue],
+) -> Results:
+    """Write the report of a run and return its results."""
     history = read_history(Path(out) / "history.jsonl")
     details: dict[str, JsonValue] = {
         "losses": {"writer": [[line["step"], line["loss"]] for line in history]},
-        "documents": {"training": len(documents), "test": len(test)},
+        "documents": documents,
         "variant": config.variant,
         "budget": str(budget),
     }
     results = Results.here("writer", rows, seeds=[config.training.seed], details=details)
     write_report(results, out)
-    if reads_oracle(config.variant, "test"):
-        log("The variant gg reads the oracle's extracts in the test, so that its scores are an upper bound.")
-    by = "" if selector is None else f"--selector {selector.name} "
-    log(f"Use it: graft summarize paper.pdf {by}--writer {folder} --budget {_option(budget)}")
     return results
 
 
