@@ -18,7 +18,7 @@ from graftlm.errors import GraftError
 from graftlm.version import __version__
 
 _RESUMABLE = ("train", "compare", "grow", "demo", "audit", "summarize train-writer")
-_UsageError: type[Any] = typer.BadParameter.__mro__[1]
+_UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 """The base class of wrong arguments. typer has no name for it, and recent versions have their own copy of click."""
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG}
 
@@ -62,7 +62,7 @@ class _Verbs(TyperGroup):
             gc.enable()
 
 
-def _usage_problem(error: Any) -> str:
+def _usage_problem(error: typer.BadParameter) -> str:
     """Return what is wrong with the arguments, as part of a sentence."""
     problem = error.format_message().partition(", unable to parse")[0].strip().rstrip(".")
     return problem.replace("Input should be", "the value should be")
