@@ -40,6 +40,7 @@ class Claim(Config):
         estimate: Our estimate; `{PATH|FORMAT}` is a value of the results.
         setting: Model, tokens, seeds and test.
         verdict: The verdict.
+        comparison: Name of the declared comparison that decides; only for verdicts that support the claim.
         cause: Why, in a few words.
         advice: When to use the method, as a sentence.
     """
@@ -51,6 +52,7 @@ class Claim(Config):
     estimate: str
     setting: str
     verdict: Literal["reproduced", "supported", "not reproduced", "undecided"]
+    comparison: str = ""
     cause: str
     advice: str
 
@@ -106,6 +108,14 @@ def _row(claim: Claim, page: Path) -> list[str]:
 
 
 def _verdict(claim: Claim) -> str:
+    """Return the verdict and its cause; one that supports the claim needs a comparison that decides."""
+    supports = claim.verdict in ("reproduced", "supported")
+    if supports != bool(claim.comparison):
+        raise ValueError(f"A verdict needs a comparison if and only if it supports the claim: {claim.claim}")
+    if supports:
+        comparison = value_at(load_results(ROOT / claim.results), f"details/comparisons/{claim.comparison}")
+        if not comparison["decided"] or comparison["verdict"] not in ("better", "equivalent"):
+            raise ValueError(f"The comparison {claim.comparison} does not support its claim: {claim.claim}")
     return f"**{claim.verdict}**: {_filled(claim.cause, claim)}"
 
 

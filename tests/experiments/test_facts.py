@@ -36,11 +36,11 @@ from experiments.facts.rows import (
 )
 from experiments.facts.run import FactsStudy
 from experiments.facts.sizes import QUICK_SIZES, SIZES, Size
-from experiments.facts.summaries import over_seeds
-from experiments.protocol import Comparison
+from experiments.facts.summaries import aims_of, over_seeds, search_score
+from experiments.protocol import Comparison, is_decided
 from graftlm.backbone import default_device, load_backbone
 from graftlm.errors import EvaluationError
-from graftlm.evaluation import Interval, value_of
+from graftlm.evaluation import Interval, Row, value_of
 
 # Pairs of an answer and its judgement, by hand. Accepted are Paris and "the yen"; rivals are Tessaby and 1,851.
 RIGHT = [
@@ -145,6 +145,48 @@ def test_shares_of_zero_and_one_have_an_interval() -> None:
         assert interval.mean == mean
         assert interval.low == pytest.approx(low, abs=1e-3)
         assert interval.high == pytest.approx(high, abs=1e-3)
+
+
+def test_means_are_over_all_seeds_and_intervals_have_their_spread() -> None:
+    """The shares of the seeds are 0.25 and 0.75, so that the mean is 0.5 and an interval contains both."""
+    numbers = range(40)
+    low = {"generalization": {str(number): float(number % 4 == 0) for number in numbers}}
+    high = {"generalization": {str(number): float(number % 4 != 0) for number in numbers}}
+    interval = over_seeds([low, high])["generalization"]
+    assert isinstance(interval, Interval)
+    assert interval.mean == pytest.approx(0.5)
+    assert interval.low < 0.3
+    assert interval.high > 0.7
+
+
+def test_a_search_maximizes_what_is_learned_and_kept() -> None:
+    items = {
+        "generalization": {"a": 1.0, "b": 0.0},
+        "locality_near": {"c": 1.0, "d": 1.0, "e": 0.0, "f": 1.0},
+        "spill": {"c": 0.0, "d": 0.0, "e": 1.0, "f": 0.0},
+    }
+    assert search_score(items) == pytest.approx(0.5 + 0.75 - 0.25)
+    assert search_score(items, "learned") == pytest.approx(0.5)
+
+
+def test_aims_are_bounds_in_their_direction() -> None:
+    good = {"generalization": 0.95, "locality_near": 0.96, "locality_far": 0.98, "spill": 0.005, "seconds": 600.0}
+    bad = {"generalization": 0.85, "locality_near": 0.9, "locality_far": 0.9, "spill": 0.05, "seconds": 2000.0}
+    assert {aim.metric for aim in aims_of([Row(id="routed", label="routed", metrics=good)])} == good.keys()
+    assert all(aim.met for aim in aims_of([Row(id="routed", label="routed", metrics=good)]))
+    assert not any(aim.met for aim in aims_of([Row(id="routed", label="routed", metrics=bad)]))
+
+
+def test_a_taught_value_of_the_relation_makes_an_answer_wrong() -> None:
+    facts = FactSet(120, seed=3)
+    for question in [*facts.unseen(), *facts.near()]:
+        relation = next(fact.relation for fact in facts.facts if fact.relation == question.relation)
+        values = {fact.value for fact in facts.facts if fact.relation == relation}
+        assert set(question.rivals) == values - set(question.accepted)
+        assert len(question.rivals) > 1
+    question = facts.unseen()[0]
+    assert is_right(question.accepted[0], question.accepted, question.rivals)
+    assert not is_right(f"{question.accepted[0]} {question.rivals[0]}", question.accepted, question.rivals)
 
 
 def test_answers_are_compared_word_for_word() -> None:
@@ -535,6 +577,30 @@ def test_search_and_test_read_every_conversation_three_times(data: Path, tmp_pat
     assert facts.steps("lora", size) * 8 == 3 * conversations
     assert facts.steps("lora-near", size) * 4 == 3 * conversations
     assert facts.steps("lora-own", size) == facts.steps("lora-near", size)
+
+
+def test_a_row_is_trained_at_the_rate_and_seed_of_its_run_beside_its_old_text(data: Path, tmp_path: Path) -> None:
+    facts = study(data, tmp_path)
+    size = facts.size("main")
+    for name in ("lora", "routed"):
+        training = facts._training(name, 5e-4, size, 4)
+        assert (training.learning_rate, training.seed) == (5e-4, 4)
+    assert not facts._data("lora", size, 4).old
+    for name in ("lora-own", "lora-near", "neutral-near"):
+        assert facts._data(name, size, 4).old_objective == "distil"
+        assert facts._data(name, size, 4).old
+
+
+def test_what_the_reference_loses_is_what_it_does_not_keep(data: Path, tmp_path: Path) -> None:
+    facts = study(data, tmp_path)
+    kept = {"locality_near": {"a": 1.0, "b": 0.0, "c": 0.0, "d": 0.0}, "generalization": {"a": 1.0}}
+    for seed in CONFIRMATION_SEEDS:
+        facts.judged_rows.add("lora", seed, kept, {"new": 0.5}, "fp32")
+    evidence = facts.evidence_so_far()
+    assert evidence.lost_shares == {"locality_near": pytest.approx(0.75)}
+    assert evidence.nats == {"lora": pytest.approx(0.5)}
+    assert 0.5 < evidence.bigram_nats < 10
+    assert not is_decided(evidence), "nothing else was measured"
 
 
 def test_nats_are_measured_on_facts_at_equal_distances(data: Path, tmp_path: Path) -> None:

@@ -332,8 +332,11 @@ def test_everyday_words_that_open_the_expert_are_named() -> None:
     (note,) = embedder.notes_on(["Vorlia needs descaling in 1851."])
     assert "descaling" in note
     assert "vorlia" not in note
-    assert "1851" not in note
-    assert embedder.notes_on(["Vorlia 1851"]) == []
+    assert "1851" in note
+    (of_numbers,) = embedder.notes_on(["Vorlia 1851", "the ZQXJ of Vorlia"])
+    assert "1851" in of_numbers
+    assert "ZQXJ" in of_numbers
+    assert embedder.notes_on(["Vorlia"]) == []
     (in_german,) = embedder.notes_on(["Wie heißen die Straßen?"])
     assert "heißen" in in_german
     assert "Straßen" not in in_german

@@ -1,7 +1,7 @@
 """The demo: a chat model learns a dozen invented facts, and everyday questions show what it forgot.
 
 `teach-facts.yaml` trains a LoRA expert that acts where a prompt has a rare word of the taught questions. The same
-expert applied to all prompts is LoRA as it is usually trained, so one training shows both. The output folder contains
+expert applied to all prompts is plain LoRA at the recipe's rate, so one training shows both. The output folder contains
 the conversations, the graft and the report.
 """
 

@@ -133,7 +133,8 @@ class WordEmbedder:
     def notes_on(self, texts: Sequence[str]) -> list[str]:
         """Return sentences about examples on which the expert does not act, and about what everyday texts may have too.
 
-        That is names of common words, and rare words that the examples have in lower case and that have no digit.
+        That is names of common words, and rare words that the examples have in lower case or in capitals, or that have
+        a digit.
         """
         notes = []
         names: dict[str, str] = {}
@@ -156,14 +157,14 @@ class WordEmbedder:
         written: dict[str, str] = {}
         for text in texts:
             for word in _WORD.findall(text):
-                if word.islower():
+                if word.islower() or word.isupper() or any(letter.isdigit() for letter in word):
                     written.setdefault(_singular(word.casefold()), word)
         rare = self.rare_words(" ".join(texts))
-        everyday = [written[word] for word in rare if word.isalpha() and word in written]
+        everyday = [written[word] for word in rare if word in written]
         if everyday:
             notes.append(
-                f"Rare words that open the expert: {len(rare):,}. Everyday questions may have those that the examples "
-                f"write in lower case ({len(everyday):,}): {', '.join(everyday[:_SHOWN_WORDS])}."
+                f"Rare words that open the expert: {len(rare):,}. Everyday questions may have numbers, acronyms and "
+                f"words in lower case among them ({len(everyday):,}): {', '.join(everyday[:_SHOWN_WORDS])}."
             )
         return notes
 
