@@ -102,9 +102,13 @@ def test_words_of_a_conll_file_are_read_without_their_tags(tmp_path: Path) -> No
     lines = tmp_path / "a.txt"
     lines.write_text("Anna ran\nRome\n")
     assert [row.texts for row in read_questions(TAGGING, str(lines))] == [("Anna", "ran"), ("Rome",)]
-    lines.write_text(text)
-    with pytest.raises(DataError, match="conll"):
-        list(read_questions(TAGGING, str(lines)))
+    for tagged in (text, "Anna B-person\nran O\n\nRome B-place\n"):
+        lines.write_text(tagged)
+        with pytest.raises(DataError, match="conll"):
+            list(read_questions(TAGGING, str(lines)))
+    for sentences in ("They flew a B-52\n", "Her group is O\nThe end\n"):
+        lines.write_text(sentences)
+        assert list(read_questions(TAGGING, str(lines))), "a sentence may end in a word like a tag"
 
 
 @pytest.mark.parametrize("name", ["gone", "."])

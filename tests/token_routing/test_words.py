@@ -333,7 +333,7 @@ def test_everyday_words_that_open_the_expert_are_named() -> None:
     assert "descaling" in note
     assert "vorlia" not in note
     assert "1851" in note
-    (of_numbers,) = embedder.notes_on(["Vorlia 1851", "the ZQXJ of Vorlia"])
+    (of_numbers,) = embedder.notes_on(["Vorlia 1,851", "the ZQXJ of Vorlia"])
     assert "1851" in of_numbers
     assert "ZQXJ" in of_numbers
     assert embedder.notes_on(["Vorlia"]) == []

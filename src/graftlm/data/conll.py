@@ -42,9 +42,14 @@ def is_conll(path: Path) -> bool:
     return file_suffix(path) in _SUFFIXES
 
 
-def ends_in_tag(line: str) -> bool:
-    """Return whether a line has several columns, of which the last is a tag such as `O` or `B-place`."""
-    cells = line.split()
+def ends_in_tag(line: str, separator: str | None = None) -> bool:
+    """Return whether a line has several columns, of which the last is a tag such as `O` or `B-place`.
+
+    Args:
+        line: the line.
+        separator: what separates columns; None for white space. A sentence may end in such a word too, as in `a B-52`.
+    """
+    cells = line.strip().split(separator)
     return len(cells) > 1 and _TAG.fullmatch(cells[-1]) is not None
 
 

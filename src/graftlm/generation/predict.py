@@ -38,6 +38,7 @@ from graftlm.store.artifact import backbone_of, load_graft
 from graftlm.store.manifest import Manifest, read_manifest
 
 _CHUNK_ROWS = 1024  # rows in memory at a time
+_FIRST_LINES = 8  # of a file, by which lines with tags are recognized
 _DEFAULT_LENGTH = 128  # used if the manifest contains no length
 
 
@@ -243,21 +244,31 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
             yield read_question(config, [words], names, where)
         return
     origin = "stdin" if source == "-" else source
-    for number, line in enumerate(_lines_of(source), start=1):
+    lines = _lines_of(source)
+    if config.type == "tagging":
+        lines = _untagged(lines, origin)
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             where = f"{origin}: line {number}"
-            if number == 1 and config.type == "tagging":
-                _check_no_tag(line, where)
             yield read_question(config, _parse_line(line, config, names if columns else (), where), names, where)
 
 
-def _check_no_tag(line: str, where: str) -> None:
-    """Raise `DataError` if a line of words ends in a tag, as in a CoNLL file."""
-    if ends_in_tag(line):
+def _untagged(lines: Iterator[str], origin: str) -> Iterator[str]:
+    """Yield lines of words; raise `DataError` if they end in tags, as in a CoNLL file.
+
+    The first line decides if tabs separate its columns. Otherwise all of the first lines of a file must end in a tag,
+    since a sentence may end in such a word.
+    """
+    first = list(islice(lines, 1 if origin == "stdin" else _FIRST_LINES))
+    filled = [line for line in first if line.strip()]
+    has_tags = len(filled) > 1 and all(ends_in_tag(line) for line in filled)
+    if has_tags or any(ends_in_tag(line, "\t") for line in first[:1]):
         raise DataError(
-            f"{where} ends in a tag, but a line is a sentence without tags: remove the tags, or end the name of a "
-            "CoNLL file in .conll."
+            f"{origin}: line 1 ends in a tag, but a line is a sentence without tags: remove the tags, or end the name "
+            "of a CoNLL file in .conll."
         )
+    yield from first
+    yield from lines
 
 
 def _read_table(

@@ -156,7 +156,7 @@ class WordEmbedder:
             )
         written: dict[str, str] = {}
         for text in texts:
-            for word in _WORD.findall(text):
+            for word in _WORD.findall(_SEPARATOR.sub("", unicodedata.normalize("NFKC", text))):
                 if word.islower() or word.isupper() or any(letter.isdigit() for letter in word):
                     written.setdefault(_singular(word.casefold()), word)
         rare = self.rare_words(" ".join(texts))
