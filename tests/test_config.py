@@ -237,6 +237,7 @@ def test_any_bytes_give_a_recipe_or_one_sentence(tmp_path_factory: pytest.TempPa
         ({"tests": {"old": {}}}, ("tests.old", "list", "a mapping")),
         ({"name": 3}, ("name", "string", "3", "quotes")),
         ({"training": {"steps": 13}}, ("training", "choose 12 or 14")),
+        ({"training": {"steps": "1" + 5000 * "0"}}, ("training.steps", "smaller whole number")),
         ({"nam": "x", "trainin": {}}, ("nam", "did you mean name?", "1 more")),
     ],
 )

@@ -15,6 +15,7 @@ from graftlm.data.sequence_batches import SequenceBatches, collate_sequences, se
 from graftlm.data.sequence_config import SequenceConfig
 from graftlm.data.sequences import Sequences, SequenceTask, read_task, read_test
 from graftlm.errors import DataError, RecipeError
+from graftlm.runs.recipe import parse_recipe
 
 TSV = "Source\tTarget\n( ( [MAX 2 ) 9 ) ]\t9\n[MIN 3 4 ]\t3\n"
 ROWS = [{"text": "good", "label": "yes"}, {"text": "schön", "label": "no"}, {"text": "x" * 30, "label": "no"}]
@@ -211,3 +212,19 @@ def test_mistakes_in_the_data_section_name_their_key(values: dict[str, Any], key
 
 
 STEPS = {"training": {"steps": 1}}
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ({"task": "nope"}, ("data", "listops, bytes or pixels")),
+        ({"task": "pixels", "length": 10}, ("data.length", "another kind")),
+    ],
+)
+def test_keys_of_other_tasks_are_named(data: dict[str, Any], named: tuple[str, ...]) -> None:
+    with pytest.raises(RecipeError) as error:
+        parse_recipe(
+            {"kind": "classifier", "model": {"model_type": "block-state"}, "data": data} | STEPS, "recipe.yaml"
+        )
+    assert all(text in str(error.value) for text in named)
+    assert "mapping" not in str(error.value)
