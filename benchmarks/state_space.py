@@ -3,12 +3,14 @@
     python benchmarks/state_space.py --out DIR [--quick] [--device DEVICE] [--clock wall|cpu]
 
 All forms compute the same outputs of one model and take turns in one process. The loop is the form before the scan: it
-connects the states of chunks one after the other, and cuts chunks from a tensor of three dimensions. Operations are
+connects the states of chunks one after the other, over the whole text, and cuts chunks from a tensor of three
+dimensions. Operations are
 ATen operations of a forward pass, which run one after the other on an accelerator.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -53,13 +55,12 @@ QUICK = replace(SIZE, channels=8, state=4, lengths=(64, 128, 256), rounds=3, tra
 
 def looped_scan(
     states_EBnQ: Tensor,
-    log_a_EQ: Tensor,
-    length: int,
+    factor_EQ: Tensor,
     initial_EBQ: Tensor | None,
 ) -> Tensor:
     """Compute the same as `convolution.scan_chunks`, one chunk after the other, for a zero initial state."""
     assert initial_EBQ is None
-    factor = torch.exp(log_a_EQ * length)[:, None]
+    factor = factor_EQ[:, None]
     state = torch.zeros_like(states_EBnQ[:, :, 0])
     before = []
     for within_chunk in states_EBnQ.unbind(2):
@@ -72,6 +73,17 @@ def permuted_chunks(u_BTE: Tensor, chunk: int) -> Tensor:
     """Compute the same as `convolution.chunks_channels_first` by a permutation of three dimensions."""
     chunks_NcE = u_BTE.reshape(-1, chunk, u_BTE.shape[-1])
     return chunks_NcE.permute(2, 0, 1).contiguous()
+
+
+@contextmanager
+def unsegmented() -> Iterator[None]:
+    """Compute the whole text at once, as on an accelerator."""
+    segment = convolution.SEGMENT
+    convolution.SEGMENT = sys.maxsize
+    try:
+        yield
+    finally:
+        convolution.SEGMENT = segment
 
 
 @contextmanager
@@ -121,7 +133,7 @@ class Forms:
 
     def loop(self, u: Tensor) -> Tensor:
         """Compute the outputs with chunks connected by the loop."""
-        with looped():
+        with looped(), unsegmented():
             return self.kernel.outputs(u, None)
 
     def transform(self, u: Tensor) -> Tensor:
@@ -154,7 +166,7 @@ class Forms:
 
     def operations(self, *, with_loop: bool) -> int:
         """Count the operations of a forward pass by the scan or by the loop."""
-        with looped() if with_loop else nullcontext(), torch.no_grad():
+        with looped() if with_loop else nullcontext(), unsegmented(), torch.no_grad():
             return count_operations(partial(self.kernel.outputs, self.u, None)).total()
 
 

@@ -88,13 +88,13 @@ def chunk_states(chunks: int) -> tuple[Tensor, Tensor, Tensor]:
     return states, torch.complex(-0.1 * decay, angle), initial
 
 
-def loop(states: Tensor, log_a: Tensor, length: int, initial: Tensor | None) -> Tensor:
+def loop(states: Tensor, factor: Tensor, initial: Tensor | None) -> Tensor:
     """The states before all chunks, one chunk after the other."""
     state = torch.zeros_like(states[:, :, 0]) if initial is None else initial
     before = []
     for within_chunk in states.unbind(2):
         before.append(state)
-        state = torch.exp(log_a * length)[:, None] * state + within_chunk
+        state = factor[:, None] * state + within_chunk
     return torch.stack(before, dim=2)
 
 
@@ -104,7 +104,7 @@ def test_the_scan_of_chunks_equals_a_loop(chunks: int, with_state: bool) -> None
     for form in (convolution.scan_chunks, loop):
         leaves = [tensor.requires_grad_() for tensor in chunk_states(chunks)]
         states, log_a, initial = leaves
-        before = form(states, log_a, 3, initial if with_state else None)
+        before = form(states, torch.exp(3 * log_a), initial if with_state else None)
         weights = torch.arange(1, before.numel() + 1).reshape(before.shape) * (1 + 2j) / before.numel()
         (before * weights).sum().real.backward()
         gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
@@ -117,7 +117,8 @@ def test_twice_the_chunks_take_the_same_number_of_further_operations() -> None:
     counts = []
     for chunks in (64, 128, 256, 512):
         states, log_a, _ = chunk_states(chunks)
-        operations = count_operations(lambda s=states, a=log_a: convolution.scan_chunks(s, a, 32, None))
+        factor = torch.exp(32 * log_a)
+        operations = count_operations(lambda s=states, f=factor: convolution.scan_chunks(s, f, None))
         counts.append(operations.total())
     further = [after - before for before, after in pairwise(counts)]
     assert further[0] == further[1] == further[2] <= 20
@@ -136,6 +137,26 @@ def test_pieces_of_many_chunks_equal_the_reference(splits: tuple[int, ...]) -> N
         (outputs * weights).sum().backward()
         results.append([outputs, u.grad, *(parameter.grad for parameter in kernel.parameters())])
     torch.testing.assert_close(*results, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("length", [31, 64, 200])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_segments_without_gradients_equal_the_recurrence(
+    length: int,
+    with_state: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two rows in segments of one chunk each, the last of which is cut, and two outputs of a channel."""
+    monkeypatch.setattr(convolution, "SEGMENT", 64)
+    kernel = s4d(2)
+    u = inputs(length)
+    state = torch.zeros(2, 1, 3, 4, dtype=torch.cdouble)
+    if with_state:
+        state = torch.randn(state.shape, dtype=torch.cdouble)
+    with torch.no_grad():
+        expected, _ = recurrence(kernel, u, state)
+        actual = kernel.outputs(u, state[:, 0] if with_state else None)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def piecewise(kernel: S4DKernel, u: Tensor, splits: tuple[int, ...]) -> Tensor:

@@ -9,9 +9,13 @@ row, c tokens of a chunk, N = B n chunks of all rows, M parallel systems, Q = M 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+# Tokens of all rows in a segment: its intermediate tensors stay in the cache and use the same memory as those before.
+SEGMENT = 8192
 
 
 def fft_convolution(u_BTE: Tensor, kernel_CET: Tensor) -> Tensor:
@@ -130,20 +134,18 @@ def states_within_chunks(u_ENc: Tensor, powers_EQc: Tensor) -> Tensor:
 
 def scan_chunks(
     states_EBnQ: Tensor,
-    log_a_EQ: Tensor,
-    length: int,
+    factor_EQ: Tensor,
     initial_EBQ: Tensor | None,
 ) -> Tensor:
     """Connect the states of consecutive chunks by a parallel scan, in 2 log2(n) dependent steps and O(n) products.
 
-    Two chunks of which the first leaves the state x and the second y are one chunk of twice the length, which leaves
-    a^length x + y. The states before such pairs are known from half as many chunks; they are the states before the
-    first chunks, and one more step gives those before the second ones (Blelloch, 1990).
+    Two chunks of c tokens, of which the first leaves the state x and the second y, are one chunk of twice the length,
+    which leaves a^c x + y. The states before such pairs are known from half as many chunks; they are the states before
+    the first chunks, and one more step gives those before the second ones (Blelloch, 1990).
 
     Args:
         states_EBnQ: complex states (E, B, n, Q) after each chunk from zero.
-        log_a_EQ: complex logarithms (E, Q) of a.
-        length: number of tokens in a chunk.
+        factor_EQ: complex factors a^c (E, Q) of a state over one chunk.
         initial_EBQ: complex state (E, B, Q) before the first chunk; None for zero.
 
     Returns:
@@ -160,14 +162,9 @@ def scan_chunks(
         padded = nn.functional.pad(states_EBnQ, (0, 0, 0, 1))
     first = padded[:, :, 0::2]
     second = padded[:, :, 1::2]
-    factor = torch.exp(log_a_EQ * length)[:, None, None]
+    factor = factor_EQ[:, None, None]
     pairs = torch.addcmul(second, factor, first)
-    before_first = scan_chunks(
-        pairs,
-        log_a_EQ=log_a_EQ,
-        length=2 * length,
-        initial_EBQ=initial,
-    )
+    before_first = scan_chunks(pairs, factor_EQ.square(), initial)
     before_second = torch.addcmul(first, factor, before_first)
     before = torch.stack([before_first, before_second], dim=3)
     return before.flatten(2, 3)[:, :, :chunks]
@@ -192,12 +189,7 @@ def states_after_chunks(u_BTE: Tensor, log_a_MEP: Tensor, chunk: int) -> Tensor:
     states_EBnQ = states_ENQ.unflatten(1, (rows, -1))
     # The state after the last chunk is the state before a further one.
     extended = nn.functional.pad(states_EBnQ, (0, 0, 0, 1))
-    before_EBnQ = scan_chunks(
-        extended,
-        log_a_EQ=log_a_EQ,
-        length=chunk,
-        initial_EBQ=None,
-    )
+    before_EBnQ = scan_chunks(extended, torch.exp(log_a_EQ * chunk), None)
     before_EBnMP = before_EBnQ.unflatten(-1, (systems, pairs))
     return before_EBnMP.permute(1, 2, 3, 0, 4)
 
@@ -216,7 +208,8 @@ def chunked_convolution(
 
         y_t = sum over j of u_j M_jt + 2 Re(c a^(t+1) x)        M_jt = 2 Re(c a^(t-j)) for t >= j, plus d for t = j
 
-    Channels are the batch dimension of all products, so no result is transposed between them.
+    Channels are the batch dimension of all products, so no result is transposed between them. Without gradients, a CPU
+    computes a long text in segments that stay in its cache.
 
     Args:
         u_BTE: inputs (B, T, E).
@@ -229,30 +222,95 @@ def chunked_convolution(
     Returns:
         Outputs (B, T, E, C).
     """
-    rows, length, _ = u_BTE.shape
-    outputs = c_CEP.shape[0]
-    powers_EPc = powers(log_a_EP, chunk + 1)
+    length = u_BTE.shape[1]
     padding = -length % chunk
     padded = u_BTE
     if padding:
         padded = nn.functional.pad(u_BTE, (0, 0, 0, padding))
-    u_ENc = chunks_channels_first(padded, chunk)
-    within_ENP = states_within_chunks(u_ENc, powers_EPc[..., :-1])
+    weights = _ChunkWeights.of(c_CEP, d_CE, log_a_EP, chunk)
     initial_EBP = None if initial_BEP is None else initial_BEP.transpose(0, 1)
-    before_EBnP = scan_chunks(
-        within_ENP.unflatten(1, (rows, -1)),
-        log_a_EQ=log_a_EP,
-        length=chunk,
-        initial_EBQ=initial_EBP,
-    )
+    if torch.is_grad_enabled() or u_BTE.device.type != "cpu":
+        y_BTCE, _ = _convolve_chunks(padded, weights, initial_EBP)
+    else:
+        y_BTCE = _convolve_segments(padded, weights, initial_EBP)
+    return y_BTCE.transpose(-1, -2)[:, :length]
+
+
+@dataclass(frozen=True)
+class _ChunkWeights:
+    """The matrices by which chunks of one length are convolved.
+
+    Args:
+        toeplitz: weights (E, c, c C) of a chunk's inputs in its outputs.
+        states: weights (E, 2 P, c C) of the state before a chunk, in real and imaginary parts, in its outputs.
+        powers: complex powers (E, P, c) of a, from 0 to c - 1.
+        factor: complex factors a^c (E, P) of a state over one chunk.
+        outputs: number of outputs C of each channel.
+    """
+
+    toeplitz: Tensor
+    states: Tensor
+    powers: Tensor
+    factor: Tensor
+    outputs: int
+
+    @classmethod
+    def of(cls, c_CEP: Tensor, d_CE: Tensor, log_a_EP: Tensor, chunk: int) -> _ChunkWeights:
+        """Compute the matrices of a system for chunks of `chunk` tokens."""
+        powers_EPc = powers(log_a_EP, chunk + 1)
+        return cls(
+            toeplitz=_toeplitz(c_CEP, d_CE, powers_EPc[..., :-1]),
+            states=_state_weights(c_CEP, powers_EPc[..., 1:]),
+            powers=powers_EPc[..., :-1],
+            factor=powers_EPc[..., -1],
+            outputs=c_CEP.shape[0],
+        )
+
+    @property
+    def chunk(self) -> int:
+        """The number of tokens c in a chunk."""
+        return self.powers.shape[-1]
+
+
+def _convolve_segments(u_BTE: Tensor, weights: _ChunkWeights, initial_EBP: Tensor | None) -> Tensor:
+    """Compute the same outputs as `_convolve_chunks`, one segment of the text after the other."""
+    rows, length, width = u_BTE.shape
+    segment = max(1, SEGMENT // (rows * weights.chunk)) * weights.chunk
+    y_BTCE = u_BTE.new_empty(rows, length, weights.outputs, width)
+    state = initial_EBP
+    for start in range(0, length, segment):
+        span = slice(start, start + segment)
+        y_BTCE[:, span], state = _convolve_chunks(u_BTE[:, span], weights, state)
+    return y_BTCE
+
+
+def _convolve_chunks(
+    u_BTE: Tensor,
+    weights: _ChunkWeights,
+    initial_EBP: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Convolve all chunks of a text at once.
+
+    Args:
+        u_BTE: inputs (B, T, E), with T a multiple of the chunk.
+        weights: matrices of the chunks.
+        initial_EBP: complex state (E, B, P) before the first chunk; None for zero.
+
+    Returns:
+        Outputs (B, T, C, E), and the complex state (E, B, P) after the last chunk.
+    """
+    rows = len(u_BTE)
+    u_ENc = chunks_channels_first(u_BTE, weights.chunk)
+    within_ENP = states_within_chunks(u_ENc, weights.powers)
+    within_EBnP = within_ENP.unflatten(1, (rows, -1))
+    before_EBnP = scan_chunks(within_EBnP, weights.factor, initial_EBP)
+    after_EBP = torch.addcmul(within_EBnP[:, :, -1], weights.factor[:, None], before_EBnP[:, :, -1])
     before_EBnP2 = torch.view_as_real(before_EBnP)
     states_ENs = before_EBnP2.flatten(1, 2).flatten(-2)
-    toeplitz = _toeplitz(c_CEP, d_CE, powers_EPc[..., :-1])
-    state_weights = _state_weights(c_CEP, powers_EPc[..., 1:])
-    y = torch.bmm(u_ENc, toeplitz).baddbmm_(states_ENs, state_weights)
+    y = torch.bmm(u_ENc, weights.toeplitz).baddbmm_(states_ENs, weights.states)
     y_NcCE = y.flatten(1).T.contiguous()
-    y_BTCE = y_NcCE.unflatten(0, (rows, -1, outputs))
-    return y_BTCE.transpose(-1, -2)[:, :length]
+    y_BTCE = y_NcCE.unflatten(0, (rows, -1, weights.outputs))
+    return y_BTCE, after_EBP
 
 
 def _state_weights(c_CEP: Tensor, powers_EPc: Tensor) -> Tensor:
