@@ -19,6 +19,7 @@ _REGION = re.compile(
 
 # Each generator gets the arguments of its region and the page, and returns Markdown.
 _GENERATORS: dict[str, Callable[[str, Path], str]] = {
+    "comparisons": results_tables.comparisons,
     "demo": demo.demo,
     "evidence": evidence.evidence_table,
     "experiments": code_tables.experiments,

@@ -131,5 +131,23 @@ def results(arguments: str, page: Path) -> str:
     return table(["row", *names], rows)
 
 
+def comparisons(folder: str, page: Path) -> str:
+    """Return the declared comparisons in `details.comparisons` of the results in a folder."""
+    rows = []
+    for entry in load_results(ROOT / folder)["details"]["comparisons"]:
+        comparison = entry["comparison"]
+        metric, row, rival = comparison["metric"], comparison["row"], comparison["rival"]
+        cells = [
+            f"`{metric}`: `{row}` less `{rival}`",
+            "" if comparison["margin"] is None else f"{comparison['margin']:g}",
+            show(entry["difference"], ".2fi"),
+            f"{entry['p']:.3f}",
+            f"{entry['corrected']:.3f}",
+            entry["verdict"],
+        ]
+        rows.append(cells)
+    return table(["comparison", "equivalence within", "difference", "p", "p by Holm", "verdict"], rows)
+
+
 def _cell(metrics: Mapping[str, Any], name: str, spec: str) -> str:
     return show(metrics[name], spec) if name in metrics else ""
