@@ -1,10 +1,12 @@
 """Rivals without training, behind the router of the row `routed`.
 
-One gives the answer of the nearest taught question, the other the backbone's with the nearest facts in the prompt.
+They give the answer of the nearest taught question, the most frequent answer of the question's relation, or the
+backbone's answer with the nearest facts in the prompt.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from experiments.facts.generator import Question
@@ -42,6 +44,27 @@ def lookup_answers(backbone: Backbone, facts: TaughtFacts, questions: Sequence[Q
             answers[question.id] = taught_answers[nearest]
         else:
             answers[question.id] = bare[question.id]
+    return answers
+
+
+def most_frequent_answers(facts: TaughtFacts, questions: Sequence[Question]) -> Answers:
+    """Return the most frequent taught value of each question's relation, by the question's id.
+
+    The relation is known, so this is the best that a constant answer for each relation can reach.
+
+    Args:
+        facts: the taught facts.
+        questions: the questions; those without a taught relation get an empty answer.
+    """
+    values: dict[str, Counter[str]] = {}
+    for taught in facts.trained():
+        values.setdefault(taught.relation, Counter())[taught.accepted[0]] += 1
+    answers = {}
+    for question in questions:
+        answers[question.id] = ""
+        if question.relation in values:
+            (frequent,) = values[question.relation].most_common(1)
+            answers[question.id], _ = frequent
     return answers
 
 

@@ -86,6 +86,7 @@ PROMPTED = {
     "retrieval": "the three nearest facts in the prompt",
 }
 UNTRAINED = {
+    "routed-majority": "the most frequent answer of the relation where the prompt has a taught word",
     "routed-lookup": "answer of the nearest taught question where the prompt has a taught word",
     "routed-retrieval": "the three nearest facts in the prompt where it has a taught word",
 }
@@ -105,6 +106,7 @@ SEEN_SEEDS = frozenset([0, 1, 2])
 MAIN = (
     "prompt",
     "retrieval",
+    "routed-majority",
     "routed-lookup",
     "routed-retrieval",
     "lora",
@@ -115,7 +117,7 @@ MAIN = (
     "neutral-near-ungated",
     "routed",
 )
-"""The declared rows of 120 facts."""
+"""The rows of 120 facts, declared before the run except `routed-majority`, which is in no comparison."""
 
 LARGE = ("lora", "routed")
 """The rows of 1,000 facts."""

@@ -24,7 +24,7 @@ from experiments.facts.answering import AnsweringRun, Asked, answers_of
 from experiments.facts.generator import FactSet, Question
 from experiments.facts.items import ITEMS_FILE, RATE, JudgedRows, read_items, write_items
 from experiments.facts.kept import FILES, far_questions, instruction_prompts, known_words
-from experiments.facts.lookup import behind_router, lookup_answers, opened
+from experiments.facts.lookup import behind_router, lookup_answers, most_frequent_answers, opened
 from experiments.facts.metrics import Answers, Items, is_right, judge, shares
 from experiments.facts.page_facts import PageFacts, TaughtFacts
 from experiments.facts.page_tables import opened_shares, rows_of_pages, worst_answers
@@ -416,6 +416,9 @@ class FactsStudy(Study):
         bare = self.bare_answers(size, seed)
         if name == "routed-lookup":
             answers = lookup_answers(backbone, facts, questions, bare)
+        elif name == "routed-majority":
+            frequent = most_frequent_answers(facts, questions)
+            answers = behind_router(backbone, facts, questions, frequent, bare)
         else:
             retrieved = self._prompted_answers("retrieval", size, seed)
             answers = behind_router(backbone, facts, questions, retrieved, bare)

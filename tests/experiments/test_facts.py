@@ -284,6 +284,7 @@ def test_a_quick_run_has_rows_of_all_kinds(data: Path, tiny_chat_model: Path, tm
         "lora-near",
         "neutral-near",
         "routed",
+        "routed-majority",
         "routed-lookup",
         "routed-retrieval",
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.facts.generator import FactSet, Question, read_relations
-from experiments.facts.lookup import behind_router, lookup_answers, opened
+from experiments.facts.lookup import behind_router, lookup_answers, most_frequent_answers, opened
 from experiments.facts.metrics import is_right
 from experiments.facts.page_facts import PageFacts, read_pages
 from experiments.facts.retrieval import Lexicon
@@ -140,6 +140,18 @@ def test_a_lookup_answers_taught_questions_and_leaves_the_others(tiny_chat_model
     assert lookup_answers(load_backbone(str(tiny_chat_model)), facts, [unlike], {"unlike": "bare"}) == {
         "unlike": "bare"
     }
+
+
+def test_the_most_frequent_answer_of_a_relation_is_right_as_often_as_it_is_taught() -> None:
+    facts = FactSet(120, seed=0)
+    questions = [*facts.unseen(), *facts.near()]
+    answers = most_frequent_answers(facts, questions)
+    for relation in {question.relation for question in facts.unseen()}:
+        values = [fact.value for fact in facts.facts if fact.relation == relation]
+        most = max(values.count(value) for value in values)
+        asked = [question for question in facts.unseen() if question.relation == relation]
+        right = [question for question in asked if is_right(answers[question.id], question.accepted)]
+        assert len(right) * len(values) == most * len(asked)
 
 
 def test_pages_have_facts_in_six_phrasings_and_three_sorts_of_other_questions() -> None:
