@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache
 
 from experiments.facts.retrieval import Lexicon
+from experiments.facts.shared_prefix import SharedPrefix
 from graftlm.backbone import Backbone, end_ids, left_padded, padding_id
 from graftlm.data.chats import render_question
 from graftlm.evaluation import Metric, Row
@@ -23,8 +23,6 @@ from graftlm.runs.run import RunContext, Trainee
 from graftlm.runs.shared import load_shared
 
 _BATCH = 32
-_BATCH_WITH_LONG_PREFIX = 8
-_LONG_PREFIX = 500
 
 
 class Asked(NamedTuple):
@@ -129,14 +127,18 @@ def answer(model: Any, backbone: Backbone, questions: Sequence[Asked], system: s
         rendered = render_question(messages, tokenizer)
         prompts[question.id] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     prefix = _common_prefix(list(prompts.values())) if system is not None else []
-    size = _BATCH_WITH_LONG_PREFIX if len(prefix) > _LONG_PREFIX else _BATCH
+    shared = SharedPrefix(model, prefix) if prefix else None
+    ends = end_ids(backbone.model, tokenizer)
     answers = {}
     ordered = sorted(questions, key=lambda question: (question.tokens, len(prompts[question.id])))
-    cache = _read_prefix(model, prefix) if prefix else None
-    for start in range(0, len(ordered), size):
-        batch = ordered[start : start + size]
+    for start in range(0, len(ordered), _BATCH):
+        batch = ordered[start : start + _BATCH]
         longest = max(question.tokens for question in batch)
-        rows = _generate(model, backbone, [prompts[question.id] for question in batch], longest, cache)
+        asked = [prompts[question.id] for question in batch]
+        if shared is None:
+            rows = _generate(model, backbone, asked, longest)
+        else:
+            rows = shared.continued([prompt[len(prefix) :] for prompt in asked], longest, ends)
         for question, row in zip(batch, rows, strict=True):
             text = tokenizer.decode(row[: question.tokens], skip_special_tokens=True)
             answers[question.id] = str(text).strip()
@@ -152,52 +154,19 @@ def _common_prefix(prompts: Sequence[list[int]]) -> list[int]:
     return shortest[:-1]
 
 
-def _read_prefix(model: Any, prefix: list[int]) -> tuple[list[int], Any]:
-    """Return a prefix and its keys and values for one row."""
-    ids = torch.tensor([prefix], device=model.device)
-    output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    return prefix, output.past_key_values
-
-
-def _generate(
-    model: Any,
-    backbone: Backbone,
-    prompts: Sequence[list[int]],
-    tokens: int,
-    read: tuple[list[int], Any] | None,
-) -> list[list[int]]:
+def _generate(model: Any, backbone: Backbone, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
     """Return the tokens of greedy answers to a batch of prompts, which are padded on the left, without their ends."""
     tokenizer = backbone.need_tokenizer()
-    prefix: list[int] = []
-    options: dict[str, Any] = {}
-    if read is not None:
-        prefix, keys_and_values = read
-        options["past_key_values"] = _repeated(keys_and_values, len(prompts))
-    inputs = left_padded([prompt[len(prefix) :] for prompt in prompts], padding_id(tokenizer), model.device)
-    if prefix:
-        # The padding is between the prefix and the question; positions are counted without it.
-        ids = torch.tensor([prefix] * len(prompts), device=model.device)
-        inputs["input_ids"] = torch.cat([ids, inputs["input_ids"]], dim=1)
-        inputs["attention_mask"] = torch.cat([torch.ones_like(ids), inputs["attention_mask"]], dim=1)
+    inputs = left_padded(prompts, padding_id(tokenizer), model.device)
     ends = sorted(end_ids(backbone.model, tokenizer))
     output = model.generate(
         **inputs,
         eos_token_id=ends or None,
         max_new_tokens=tokens,
         do_sample=False,
-        **options,
     )
     width = inputs["input_ids"].shape[1]
     return [_until_end(row[width:].tolist(), ends) for row in output]
-
-
-def _repeated(cache: Any, rows: int) -> DynamicCache:
-    """Return a cache with the keys and values of one row for several rows."""
-    layers = []
-    for layer in cache.layers:
-        shape = (rows, -1, -1, -1)
-        layers.append((layer.keys.expand(shape).contiguous(), layer.values.expand(shape).contiguous()))
-    return DynamicCache(layers)
 
 
 def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:

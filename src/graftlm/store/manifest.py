@@ -226,6 +226,8 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 def _missing_error(folder: Path) -> ArtifactError:
     """Return the error for a folder without `graft.json`, with the path of a graft or model inside it, if any."""
+    if (folder / "config.json").exists():
+        return ArtifactError(f"{folder} is a model (it has a config.json), not a graft: name the folder of a graft.")
     remedy = "name the folder of a graft or model"
     for name in (f"graft/{JSON_NAME}", "model/config.json"):
         if (folder / name).exists():
