@@ -139,15 +139,15 @@ def test_pieces_of_many_chunks_equal_the_reference(splits: tuple[int, ...]) -> N
     torch.testing.assert_close(*results, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("length", [31, 64, 200])
+@pytest.mark.parametrize("length", [31, 64, 300])
 @pytest.mark.parametrize("with_state", [False, True])
 def test_segments_without_gradients_equal_the_recurrence(
     length: int,
     with_state: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two rows in segments of one chunk each, the last of which is cut, and two outputs of a channel."""
-    monkeypatch.setattr(convolution, "SEGMENT", 64)
+    """Two rows in segments of two chunks each, the last of which is cut, and two outputs of a channel."""
+    monkeypatch.setattr(convolution, "SEGMENT", 128)
     kernel = s4d(2)
     u = inputs(length)
     state = torch.zeros(2, 1, 3, 4, dtype=torch.cdouble)
