@@ -4,12 +4,12 @@
 
 All forms compute the same outputs of one model and take turns in one process. The loop is the form before the scan: it
 connects the states of chunks one after the other, over the whole text, and cuts chunks from a tensor of three
-dimensions. Operations are
-ATen operations of a forward pass, which run one after the other on an accelerator.
+dimensions. Operations are ATen operations of a forward pass, which run one after the other on an accelerator.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -58,10 +58,11 @@ def looped_scan(
     factor_EQ: Tensor,
     initial_EBQ: Tensor | None,
 ) -> Tensor:
-    """Compute the same as `convolution.scan_chunks`, one chunk after the other, for a zero initial state."""
-    assert initial_EBQ is None
+    """Compute the same as `convolution.scan_chunks`, one chunk after the other."""
     factor = factor_EQ[:, None]
-    state = torch.zeros_like(states_EBnQ[:, :, 0])
+    state = initial_EBQ
+    if state is None:
+        state = torch.zeros_like(states_EBnQ[:, :, 0])
     before = []
     for within_chunk in states_EBnQ.unbind(2):
         before.append(state)
@@ -90,22 +91,42 @@ def unsegmented() -> Iterator[None]:
 def looped() -> Iterator[None]:
     """Use the loop instead of the scan."""
     scan = convolution.scan_chunks
-    chunks = convolution.chunks_channels_first
     convolution.scan_chunks = looped_scan
-    convolution.chunks_channels_first = permuted_chunks
     try:
         yield
     finally:
         convolution.scan_chunks = scan
+
+
+@contextmanager
+def as_before() -> Iterator[None]:
+    """Use the form before the scan: a loop over the whole text, and chunks cut from a tensor of three dimensions."""
+    chunks = convolution.chunks_channels_first
+    convolution.chunks_channels_first = permuted_chunks
+    try:
+        with looped(), unsegmented():
+            yield
+    finally:
         convolution.chunks_channels_first = chunks
 
 
 def transformed(kernel: S4DKernel, u_BTE: Tensor) -> Tensor:
     """Compute the outputs (B, T, E, 1) by Fourier transforms over the whole length, as published (eq. 5.3)."""
-    log_a, c = kernel.discretize()
-    powers_EPT = convolution.powers(log_a[0], u_BTE.shape[1])
-    kernel_CET = 2 * torch.einsum("cep,ept->cet", c[:, 0], powers_EPT).real
+    kernel_CET = whole_kernel(kernel, u_BTE.shape[1])
     return convolution.fft_convolution(u_BTE, kernel_CET) + u_BTE[..., None] * kernel.d[:, 0].T
+
+
+def whole_kernel(kernel: S4DKernel, length: int) -> Tensor:
+    """Compute the kernel (1, E, length), 2 Re(sum over p of c a^(m i) a^j) at m i + j, as one product of matrices."""
+    log_a, c = kernel.discretize()
+    log_a_EP = log_a[0]
+    fine = math.isqrt(length - 1) + 1
+    coarse = -(-length // fine)
+    coarse_EPi = torch.exp(log_a_EP[..., None] * (fine * torch.arange(coarse, device=log_a.device)))
+    fine_EPj = convolution.powers(log_a_EP, fine)
+    coarse_EiP = (c[0, 0, ..., None] * coarse_EPi).transpose(1, 2)
+    products = torch.bmm(coarse_EiP, fine_EPj)
+    return 2 * products.real.flatten(1)[None, :, :length]
 
 
 class Forms:
@@ -132,8 +153,13 @@ class Forms:
         return self.kernel.outputs(u, None)
 
     def loop(self, u: Tensor) -> Tensor:
-        """Compute the outputs with chunks connected by the loop."""
-        with looped(), unsegmented():
+        """Compute the outputs in the form before the scan."""
+        with as_before():
+            return self.kernel.outputs(u, None)
+
+    def segmented_loop(self, u: Tensor) -> Tensor:
+        """Compute the outputs with chunks connected by the loop, in the segments and with the copies of the scan."""
+        with looped():
             return self.kernel.outputs(u, None)
 
     def transform(self, u: Tensor) -> Tensor:
@@ -147,7 +173,12 @@ class Forms:
             count: number of rounds.
             with_gradients: whether a turn also runs the backward pass.
         """
-        forms = {"scan": self.scan, "loop": self.loop, "transform": self.transform}
+        forms = {
+            "scan": self.scan,
+            "loop": self.loop,
+            "segmented_loop": self.segmented_loop,
+            "transform": self.transform,
+        }
         turns = {name: partial(self._seconds, form, with_gradients) for name, form in forms.items()}
         return rounds(turns, count)
 
@@ -188,6 +219,7 @@ def benchmark(quick: bool, device: torch.device, clock: Clock) -> Results:
         metrics: dict[str, Metric] = {
             "ratio": ratios(forward, "loop"),
             "ratio_training": ratios(training, "loop"),
+            "over_segmented_loop": ratios(forward, "segmented_loop"),
             "over_transform": ratios(forward, "transform"),
             "operations": forms.operations(with_loop=False),
             "operations_loop": forms.operations(with_loop=True),
