@@ -35,6 +35,31 @@ def test_a_needed_question_is_asked_and_its_gain_reported() -> None:
     assert own_words.cost.calls == 4
 
 
+def test_the_gain_of_a_later_question_counts_the_answers_before_it() -> None:
+    """The outputs under the second question's answers differ only if the first answer is known."""
+    questions = ['Whose is "the kettle"? [a teacher | a neighbour]', 'Is "the kettle" old? [iron | copper]']
+    outputs = {
+        ("a teacher",): "Sa bouilloire.",
+        ("a neighbour",): "Ma bouilloire.",
+        ("a teacher", "iron"): "Sa bouilloire en fer.",
+        ("a teacher", "copper"): "Sa bouilloire en cuivre.",
+    }
+
+    def replies(prompt: Any) -> str:
+        answers = tuple(content for name, content in prompt.parts if name == "answer")
+        if "write None" in prompt.instructions:
+            return questions[len(answers)]
+        return outputs.get(answers, "Une bouilloire.")
+
+    chain = Chain(ScriptedModel(replies), RecordedUser(["a teacher", "copper"]))
+    found = chain.run(start("The kettle sings.", budget=2, threshold=0.5))
+    assert kinds(found) == ["asked", "answered", "asked", "answered", "written"]
+    assert isinstance(found.turns[2], AskedTurn)
+    assert found.turns[2].gain is not None
+    assert found.turns[2].gain.outputs == (("Sa bouilloire en fer.",), ("Sa bouilloire en cuivre.",))
+    assert found.summary()["expected_bits"] == [1.0, 1.0]
+
+
 def test_the_threshold_is_a_bound_that_must_be_passed() -> None:
     for threshold, first in ((0.99, "asked"), (1.0, "skipped")):
         assert kinds(Chain(ScriptedModel(by_chat), RecordedUser([POLITE])).run(start(threshold=threshold)))[0] == first

@@ -102,10 +102,8 @@ def _of(name: str) -> Any:
     return lambda text: f"{name}: {text}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("gate", ["relu", "sigmoid", "none"])
-def test_outputs_and_their_gradients(family: str, gate: str) -> None:
-    host, graft = build(family, gate=gate, width=6)
+def compare_outputs(host: Backbone, graft: NeutralResidues) -> Tensor:
+    """Compare logits and their gradients with the slow model; returns the open tokens of each layer, (layers, B, T)."""
     direction = torch.randn(2, 10, host.config.vocab_size, dtype=torch.float64) * MASK[..., None]
     slow = SlowModel(host, graft)
     expected = slow.logits()
@@ -116,13 +114,42 @@ def test_outputs_and_their_gradients(family: str, gate: str) -> None:
         (logits * direction).sum().backward()
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
     for (name, leaf), gradient in zip(leaves.items(), expected_gradients, strict=True):
-        torch.testing.assert_close(
-            leaf.grad, gradient, rtol=1e-8, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(leaf.grad, gradient, rtol=1e-8, atol=1e-8, msg=_of(name))
+    return torch.stack([residue.abs().sum(-1) > 0 for residue in slow.residues])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("gate", ["relu", "sigmoid", "none"])
+def test_outputs_and_their_gradients(family: str, gate: str) -> None:
+    opened = compare_outputs(*build(family, gate=gate, width=6))
     if gate == "relu":
-        opened = torch.stack([residue.abs().sum(-1) > 0 for residue in slow.residues])
         assert opened.any()
         assert not opened.all(), "no token skipped its adapter"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_open_gates_scale_outputs_and_have_gradients(family: str) -> None:
+    """Training starts with open gates, and many tokens that are all open take a path of their own."""
+    host, graft = build(family, width=6)
+    with torch.no_grad():
+        for block in graft.blocks:
+            block.gate.weight.mul_(0.1)
+            block.gate.bias.fill_(3)
+    assert IDS.numel() > 16, "few tokens are not selected at all"
+    assert compare_outputs(host, graft).all()
+
+
+def test_the_share_of_open_gates_is_that_of_real_tokens() -> None:
+    host, graft = build("llama", width=6)
+    slow = SlowModel(host, graft)
+    with torch.no_grad():
+        slow.logits()
+    opened = torch.stack([residue.abs().sum(-1) > 0 for residue in slow.residues]).double()
+    with GraftedModel(host, {"graft": graft}) as model:
+        shares = model.observe(input_ids=IDS, attention_mask=MASK)["graft"]["open_share"].double()
+    expected = opened[:, MASK.bool()].mean(-1)
+    torch.testing.assert_close(shares, expected, rtol=1e-6, atol=0)
+    assert not torch.allclose(expected, opened.mean((1, 2)), atol=1e-3), "padding has another share"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from graftlm.pipelines.summarize import (
     selector_training,
     train_selector,
 )  # fmt: skip
+from graftlm.pipelines.summarize.selector_training import EncodedExample, fit_selector
 from summarize import selector_reference as reference
 from summarize.tools import TEA
 
@@ -41,11 +42,11 @@ SMALL = {
 }
 
 
-def small(seed: int = 0, **changes) -> SentenceSelector:
+def small(seed: int = 0, deviation: float = 0.5, **changes) -> SentenceSelector:
     torch.manual_seed(seed)
     model = SentenceSelector(SentenceSelectorConfig(**(SMALL | changes))).double().eval()
     for parameter in model.parameters():
-        nn.init.normal_(parameter, 0, 0.5)
+        nn.init.normal_(parameter, 0, deviation)
     return model
 
 
@@ -87,11 +88,15 @@ def test_the_model_is_its_equations(head: str) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_wide_beams_find_the_likeliest_sequence(seed: int) -> None:
-    model, sentences = small(seed, beam_size=60, extract_size=3), ids(3, 1, 5, 2, 4)
+    """With weights of this size, the state of another beam changes probabilities and sequences."""
+    model, sentences = small(seed, 1.0, beam_size=60, extract_size=3), ids(3, 1, 5, 2, 4)
     with torch.no_grad():
         s, d = literal(model, sentences)
-        assert model.rank(sentences).indices[:3] == reference.best_sequence(model.head, s, d, 3)
+        best = reference.best_sequence(model.head, s, d, 3)
+        steps = reference.pointer_log_probs(model.head, s, d, best)
     choice = model.rank(sentences)
+    assert choice.indices[:3] == best
+    assert choice.scores[:3] == pytest.approx([step[index] for step, index in zip(steps, best, strict=False)])
     assert sorted(choice.indices) == list(range(5))
     assert choice.scores[3] >= choice.scores[4]
     assert sorted(model.rank(ids(3)).indices) == [0]
@@ -182,6 +187,62 @@ def _tea(folder: Path) -> Path:
     path = folder / "tea.md"
     path.write_text(TEA, encoding="utf-8")
     return path
+
+
+def encoded(*lengths: int, extract: list[int]) -> EncodedExample:
+    return EncodedExample(ids(*lengths), torch.tensor(extract))
+
+
+def document_loss(model: SentenceSelector, example: EncodedExample) -> torch.Tensor:
+    """The loss of a classifier on one document."""
+    sentences = len(example.inputs)
+    targets = torch.zeros(1, sentences, dtype=torch.long)
+    targets[0, example.extract] = 1
+    return model(example.inputs[None], torch.ones(1, sentences, dtype=torch.bool), targets)
+
+
+def test_an_update_is_adam_with_an_l2_penalty_on_the_clipped_gradient() -> None:
+    """After one step, Adam's means are the gradient and its square, so w becomes w - lr g / (|g| + 1e-8)."""
+    model, example = small(0, 1.5, head="classifier"), encoded(3, 1, 5, 2, extract=[1, 3])
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    gradients = torch.autograd.grad(document_loss(model, example), list(model.parameters()))
+    norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+    assert norm > 1, "the gradient is clipped"
+    changes = {"steps": 1, "batch_size": 1, "learning_rate": 0.01, "weight_decay": 0.3}
+    fit_selector(model, [example], [example], training("classifier", **changes))
+    for parameter, start, gradient in zip(model.parameters(), before, gradients, strict=True):
+        direction = gradient / (norm + 1e-6) + 0.3 * start
+        expected = start - 0.01 * direction / (direction.abs() + 1e-8)
+        torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=1e-5)
+
+
+def test_the_validation_loss_is_a_mean_over_documents() -> None:
+    """In batches of two, the third document has a batch of its own."""
+    documents = [
+        encoded(3, 1, 5, 2, extract=[1, 3]),
+        encoded(2, 2, 1, 4, extract=[0]),
+        encoded(6, 1, 1, 1, extract=[0, 1, 2]),
+    ]
+    model = small(head="classifier")
+    ((_, _, found),) = fit_selector(model, documents, documents, training("classifier", steps=1, batch_size=2))
+    with torch.no_grad():
+        losses = [float(document_loss(model, document)) for document in documents]
+    assert found == pytest.approx(sum(losses) / 3)
+    assert found != pytest.approx((losses[0] + losses[1]) / 4 + losses[2] / 2, rel=1e-2)
+
+
+def test_the_weights_of_the_lowest_validation_loss_are_kept() -> None:
+    """The validation document contradicts what is learned, so its loss rises until patience ends the training."""
+    learned, validation = encoded(3, 1, 5, 2, extract=[1, 3]), encoded(3, 1, 5, 2, extract=[0, 2])
+    model = small(head="classifier")
+    changes = {"steps": 60, "batch_size": 1, "evaluate_every": 1, "patience": 4}
+    rows = fit_selector(model, [learned], [validation], training("classifier", **changes))
+    losses = [held_out for _, _, held_out in rows]
+    best = losses.index(min(losses))
+    assert len(losses) == best + 1 + 4 < 60
+    assert losses[-1] > losses[best] + 0.01
+    with torch.no_grad():
+        assert float(document_loss(model, validation)) == pytest.approx(losses[best])
 
 
 def test_training_is_repeated_by_its_seed() -> None:

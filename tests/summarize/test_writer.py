@@ -31,7 +31,7 @@ from graftlm.pipelines.summarize.writer import (
     drop_partial_sentence,
     drop_repeated_sentences,
 )
-from graftlm.pipelines.summarize.writer_training import WriterExample, prompt_and_summary
+from graftlm.pipelines.summarize.writer_training import WriterExample, encode_example
 from summarize.tools import TEA, introduction_text
 from tiny import tiny_model, tiny_tokenizer
 from tokenizers_by_kind import KINDS
@@ -72,7 +72,7 @@ def test_the_parts_of_an_example_read_as_one_text(kind: str, is_chat: bool) -> N
     model = tiny_model("llama", vocab_size=512, max_position_embeddings=2048)
     layout = CHAT_LAYOUT if is_chat else PromptLayout(introduction="Read: ", extract="\nBest:", summary="\nIn short: ")
     tea_writer = LanguageModelWriter(model, tokenizer, "tiny", layout, SummaryDecoding(max_new_tokens=400))
-    prompt, summary = prompt_and_summary(tea_writer, WriterExample(EXTRACT, "A summary of tea."))
+    prompt, summary, *_ = encode_example(tea_writer, WriterExample(EXTRACT, "A summary of tea."))
     start, end = tea_writer.frame_texts
     passages = f"{introduction_text(DOCUMENT)}{layout.extract}{EXTRACT.text}"
     whole = tokenizer(f"{start}{passages}{end}A summary of tea.", add_special_tokens=False)["input_ids"]

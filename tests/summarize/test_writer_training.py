@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from graftlm.pipelines.summarize import (
     train_writer,
 )
 from graftlm.pipelines.summarize.writer_training import (
+    encode_example,
     example_rows,
     rest_rows,
     rest_text,
@@ -86,6 +88,21 @@ def test_a_long_summary_is_cut_and_does_not_end() -> None:
     ids = rows.input_ids[0][rows.marked[0] != PADDING].tolist()
     assert len(ids) == len(model_writer.build_prompt(EXAMPLES[0].extract)[0]) + 3
     assert ids[-1] != model_writer.tokenizer.eos_token_id
+
+
+def test_what_is_cut_is_counted() -> None:
+    lines: list[str] = []
+    sizes = [len(encode_example(writer(), example).summary) for example in EXAMPLES]
+    assert min(sizes) < max(sizes) < 40
+    example_rows(writer(max_new_tokens=max(sizes)), EXAMPLES, lines.append)
+    assert lines == []
+    example_rows(writer(max_new_tokens=max(sizes) - 1), EXAMPLES, lines.append)
+    (line,) = lines
+    assert [int(number) for number in re.findall(r"\d+", line)] == [3, sizes.count(max(sizes)), max(sizes) - 1]
+    long = read_text("## Introduction\n\n" + "Tea is drunk by many people. " * 100, ".md")
+    example = WriterExample(select(long, LeadSelector(), Budget(amount=1)), "Tea.")
+    example_rows(writer(), [*EXAMPLES, example], lines.append)
+    assert [int(number) for number in re.findall(r"\d+", lines[-1])] == [4, 1, 400]
 
 
 def test_the_rest_is_what_is_not_in_the_introduction() -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from graftlm.pipelines.summarize import LanguageModelWriter, WriterExample
 from graftlm.pipelines.summarize.document import SourceDocument
 from graftlm.pipelines.summarize.prompts import introduction_range
-from graftlm.pipelines.summarize.writer_training import prompt_and_summary
+from graftlm.pipelines.summarize.writer_training import encode_example
 
 TEA = """# A study of tea
 
@@ -83,7 +83,8 @@ def summary_likelihoods(
 ) -> list[SummaryLikelihood]:
     """Return −Σ log p of each human summary, cut as in training, given its prompt."""
     writer.model.eval()
-    pairs = [prompt_and_summary(writer, example) for example in examples]
+    encoded = [encode_example(writer, example) for example in examples]
+    pairs = [(example.prompt, example.summary) for example in encoded]
     batches = (pairs[first : first + batch_size] for first in range(0, len(pairs), batch_size))
     return [likelihood for batch in batches for likelihood in _batch_likelihoods(writer.model, batch)]
 

@@ -62,7 +62,9 @@ def selector_example(document: SourceDocument, summary: Sequence[str], per_sente
 
 
 class SelectorTrainingConfig(Config):
-    """Training of a selector; the defaults are those of the thesis.
+    """Training of a selector; the defaults are those of the thesis, which does not limit the number of updates.
+
+    Gradients are clipped at norm 1, which the thesis does not state.
 
     Args:
         kind: `classifier` and `pointer` read tokens with LSTMs; `modern` classifies embeddings of a frozen encoder.

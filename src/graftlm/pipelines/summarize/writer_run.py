@@ -149,6 +149,7 @@ def run_writer_training(
             rest_fraction=config.rest,
             identity=identity,
             progress=progress,
+            log=log,
         )
         texts = _write_all(writer, tests)
     _keep_summaries(Path(out) / SUMMARIES, tests, texts)

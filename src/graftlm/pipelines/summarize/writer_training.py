@@ -8,9 +8,11 @@ All weights of a model train, or those of the grafts of a `GraftedModel`, whose 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +32,8 @@ from graftlm.pipelines.summarize.writer import LanguageModelWriter
 from graftlm.store.artifact import save_graft
 from graftlm.training import TrainingConfig, train
 from graftlm.training.language_model import LanguageModel, check_rows, save_model
+
+_log = logging.getLogger(__name__)
 
 MODEL = "model"
 """Name of the folder of the trained model, in the folder of a training run."""
@@ -60,10 +64,12 @@ def train_writer(
     rest_fraction: float = 0.5,
     identity: Mapping[str, object] | None = None,
     progress: bool = True,
+    log: Callable[[str], None] = _log.warning,
 ) -> Path:
     """Train a writer's model on its layout. An interrupted run resumes from its last checkpoint.
 
-    Rows have the length of the writer's window; `decoding.max_new_tokens` of it are for the summary.
+    Rows have the length of the writer's window; `decoding.max_new_tokens` of it are for the summary. What does not fit
+    is cut.
 
     Args:
         writer: the writer; its model is trained in place: all of its weights, or the graft of a `GraftedModel`.
@@ -74,6 +80,7 @@ def train_writer(
             which the rest would be old text.
         identity: further JSON values that a resumed run must share.
         progress: whether to display a progress bar.
+        log: called with a line of text if prompts or summaries are cut.
 
     Returns:
         The folder of model, tokenizer and layout, or of graft and layout, for `load_writer`.
@@ -97,7 +104,7 @@ def train_writer(
         longest=writer.window,
         boundaries="whole",
     )
-    mixture = _mixture(writer, examples, training, rest_fraction)
+    mixture = _mixture(writer, examples, training, rest_fraction, log)
     train(
         model if is_grafted else LanguageModel(model),
         mixture,
@@ -154,6 +161,7 @@ def _mixture(
     examples: Sequence[WriterExample],
     training: TrainingConfig,
     rest_fraction: float,
+    log: Callable[[str], None],
 ) -> Mixture:
     """Return the training data: examples as new text, the rest of their documents as old text."""
     sources: dict[int, TokenBlocks] = {}
@@ -161,13 +169,22 @@ def _mixture(
         documents = [example.extract.document for example in examples]
         sources[OLD] = rest_rows(writer, documents)
     if rest_fraction < 1:
-        sources[NEW] = example_rows(writer, examples)
+        sources[NEW] = example_rows(writer, examples, log)
     fractions = {OLD: rest_fraction, NEW: 1 - rest_fraction}
     return Mixture(sources, fractions, training.batch_size, training.seed)
 
 
-def example_rows(writer: LanguageModelWriter, examples: Sequence[WriterExample]) -> TokenBlocks:
+def example_rows(
+    writer: LanguageModelWriter,
+    examples: Sequence[WriterExample],
+    log: Callable[[str], None] = _log.warning,
+) -> TokenBlocks:
     """Pack whole examples into rows of the writer's window. Attention does not cross examples.
+
+    Args:
+        writer: the writer.
+        examples: documents with summaries.
+        log: called with a line of text if prompts or summaries are cut.
 
     Raises:
         DataError: there is no example, or the chat template can't be filled.
@@ -175,17 +192,34 @@ def example_rows(writer: LanguageModelWriter, examples: Sequence[WriterExample])
     """
     if not examples:
         raise DataError("There is no document with a summary to learn from: give at least one.")
+    encoded = [encode_example(writer, example) for example in examples]
+    _report_cuts(encoded, writer, log)
     marked = []
-    for example in examples:
-        prompt, summary = prompt_and_summary(writer, example)
-        ids = np.array([*prompt, *summary], dtype=np.int32)
+    for example in encoded:
+        ids = np.array([*example.prompt, *example.summary], dtype=np.int32)
         ids[0] = ~ids[0]  # marks the start of a document
         marked.append(ids)
     rows = split_rows(np.concatenate(marked), writer.window, "whole")
     return TokenBlocks(rows, boundaries="whole", pad_id=padding_id(writer.tokenizer))
 
 
-def prompt_and_summary(writer: LanguageModelWriter, example: WriterExample) -> tuple[list[int], list[int]]:
+class EncodedExample(NamedTuple):
+    """An example as token ids.
+
+    Attributes:
+        prompt: ids of the prompt.
+        summary: ids of the human summary and of its end, at most `decoding.max_new_tokens`.
+        is_prompt_cut: whether sentences of the introduction, the document or the extract do not fit.
+        is_summary_cut: whether the summary lacks its last tokens.
+    """
+
+    prompt: list[int]
+    summary: list[int]
+    is_prompt_cut: bool
+    is_summary_cut: bool
+
+
+def encode_example(writer: LanguageModelWriter, example: WriterExample) -> EncodedExample:
     """Return the token ids of the prompt and of the human summary.
 
     The summary ends as an answer does in the chat template, or else with the tokenizer's EOS, if there is one. It is
@@ -196,7 +230,31 @@ def prompt_and_summary(writer: LanguageModelWriter, example: WriterExample) -> t
     ids = writer.tokenize(example.summary, behind=frame_end)
     ends = [*writer.turn_ends, writer.tokenizer.eos_token_id]
     ids += [token for token in ends if isinstance(token, int)][:1]
-    return prompt.ids, ids[: writer.decoding.max_new_tokens]
+    limit = writer.decoding.max_new_tokens
+    return EncodedExample(
+        prompt=prompt.ids,
+        summary=ids[:limit],
+        is_prompt_cut=bool(prompt.notes),
+        is_summary_cut=len(ids) > limit,
+    )
+
+
+def _report_cuts(encoded: Sequence[EncodedExample], writer: LanguageModelWriter, log: Callable[[str], None]) -> None:
+    """Log how many prompts and summaries are cut."""
+    count = len(encoded)
+    limit = writer.decoding.max_new_tokens
+    summaries = sum(example.is_summary_cut for example in encoded)
+    if summaries:
+        log(
+            f"Of {count:,} human summaries, {summaries:,} are longer than {limit} tokens and are learned without their "
+            "end: raise decoding.max_new_tokens to keep it."
+        )
+    prompts = sum(example.is_prompt_cut for example in encoded)
+    if prompts:
+        log(
+            f"Of {count:,} prompts, {prompts:,} leave out sentences that do not fit in {writer.window:,} tokens: widen "
+            "the window to keep them."
+        )
 
 
 def rest_rows(writer: LanguageModelWriter, documents: Sequence[SourceDocument]) -> TokenBlocks:
