@@ -106,6 +106,16 @@ class GraftConfig(PresetConfig):
             RecipeError: the rows are too short.
         """
 
+    def check_prompts(self, missing: Sequence[str]) -> None:
+        """Check that the graft can learn from new text whose prompts are not marked. By default, it can.
+
+        Args:
+            missing: titles of the sources of new text without prompts.
+
+        Raises:
+            RecipeError: the graft needs prompts.
+        """
+
     @property
     def has_auxiliary_loss(self) -> bool:
         """Whether the graft has an auxiliary loss with this config."""
