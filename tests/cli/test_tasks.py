@@ -69,6 +69,14 @@ def test_lines_are_answered(graft: Graft, served: Path, task: str, line: str, ke
     assert rounded(first) == rounded(second)
 
 
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_a_graft_of_an_encoder_writes_no_text(graft: Graft, served: Path, verb: str) -> None:
+    outcome = graft(verb, str(served / "run/graft"), *(["hello"] if verb == "generate" else []))
+    assert outcome.code == 2
+    assert "graft predict" in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
 def rounded(line: str) -> object:
     """Return the JSON of a line with rounded numbers, since batches of different shapes differ in the last bits."""
     return json.loads(line, parse_float=lambda number: round(float(number), 4))
