@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from graftlm import load_recipe, run_recipe
-from graftlm.data import DataConfig
+from graftlm.data import DataConfig, SourceConfig
 from graftlm.data.mixture import build_mixture
 from graftlm.data.rows import NEW, NO_SET, OLD
 from graftlm.errors import RecipeError
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
+from graftlm.runs.fitting import example_sources
 from graftlm.runs.graft_run import GraftRun
 from tiny import BackboneFolder, tiny_tokenizer
 from token_routing import reference
@@ -241,6 +242,26 @@ def run_of(path: Path) -> GraftRun:
 
 
 TWO = "{english: {rank: 2, targets: [down_proj]}, french: {rank: 2, targets: [down_proj]}}"
+
+
+MISMATCHES = {
+    "an expert without a set": (["a", "b", "third"], ["a", "b"], "third"),
+    "a set without an expert": (["a", "b"], ["a", "b", "third"], "third"),
+    "no sets": (["a", "third"], [], "third"),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_only_the_expert_or_set_without_the_other_is_named(case: str) -> None:
+    experts, sets, offence = MISMATCHES[case]
+    names = dict.fromkeys(experts, ())
+    graft: Any = type("Stub", (), {"sources": lambda self: names})()
+    new = [SourceConfig(path="x.txt", set=name) for name in sets] or [SourceConfig(path="x.txt")]
+    with pytest.raises(RecipeError) as caught:
+        example_sources(graft, new, {})
+    message = str(caught.value)
+    assert offence in message
+    assert ("examples" in message) != bool(sets), "with sets, the others lack nothing"
 
 
 def test_the_examples_of_an_expert_are_the_text_of_its_set(
