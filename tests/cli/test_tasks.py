@@ -170,6 +170,7 @@ def test_a_file_and_stdin_in_a_new_process_give_the_same(graft: Graft, served: P
             "[1]\n",
             ("stdin", "line 1", "JSON", "text"),
         ),
+        (("eval", "runs/gone"), "", ("no folder runs/gone",)),
         (("eval", "GRAFT", "--rows", "gone=a.csv"), "", ("'gone'",)),
         (("eval", "GRAFT", "--rows", "topic=gone.csv"), "", ("gone.csv", "topic")),
         (
