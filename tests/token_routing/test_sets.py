@@ -18,6 +18,7 @@ from graftlm.errors import RecipeError
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
 from graftlm.runs.fitting import example_sources
+from graftlm.runs.graft_recipe import Recipe
 from graftlm.runs.graft_run import GraftRun
 from tiny import BackboneFolder, tiny_tokenizer
 from token_routing import reference
@@ -171,6 +172,23 @@ def test_batches_have_no_sets_unless_they_are_wanted(files: dict[str, str]) -> N
 
 
 # Which expert trains on which set
+
+
+@pytest.mark.parametrize("top", [1, 2, 3])
+def test_a_recipe_with_more_routes_than_experts_is_refused(top: int) -> None:
+    parsed = Recipe.parse(
+        {
+            "backbone": {"name": "x"},
+            "graft": {"kind": "token-routing", "experts": {"a": {"path": "a"}, "b": {"path": "b"}}, "top": top},
+            "training": {"steps": 0},
+        }
+    )
+    if top <= 2:
+        assert parsed.run().graft == parsed.graft
+        return
+    with pytest.raises(RecipeError) as caught:
+        parsed.run()
+    assert "top is 3" in str(caught.value)
 
 
 def new_expert(**values: object) -> dict[str, object]:

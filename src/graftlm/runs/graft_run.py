@@ -142,6 +142,8 @@ class GraftRun(TrainingRun):
             evaluation["harness"] = harness
 
     def model_post_init(self, _context: object) -> None:
+        if self.graft is not None:
+            self.graft.check_new()
         if self.graft is not None and self.training.has_steps and not self.data.stream:
             self.graft.check_rows(self.data.length)
         if self.graft is not None and self.training.has_steps:
