@@ -218,7 +218,9 @@ def test_rows_of_one_kind_are_named_by_their_ids() -> None:
     )
     labels = {run.id: run.label for run in recipe.comparison()}
     assert labels == {"narrow": "narrow", "wide": "wide", "named": "a name", "low-rank": "LoRA on the FFN"}
-    one_of_each = Recipe.parse(recipe.model_dump() | {"methods": {name: methods[name] for name in ("wide", "low-rank")}})
+    one_of_each = Recipe.parse(
+        recipe.model_dump() | {"methods": {name: methods[name] for name in ("wide", "low-rank")}}
+    )
     assert [run.label for run in one_of_each.comparison()] == ["vanilla adapter", "LoRA on the FFN"]
 
 

@@ -74,8 +74,8 @@ def check_encoding(data: bytes, where: str) -> None:
     for mark, encoding in _OTHER_MARKS.items():
         if data.startswith(mark):
             raise DataError(
-                f"{where} is {encoding} text (it begins with the byte order mark 0x{mark.hex()}), but UTF-8 is expected: "
-                "convert it to UTF-8 first."
+                f"{where} is {encoding} text (it begins with the byte order mark 0x{mark.hex()}), but UTF-8 is "
+                "expected: convert it to UTF-8 first."
             )
 
 

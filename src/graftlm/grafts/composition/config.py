@@ -131,8 +131,8 @@ class CompositionConfig(GraftConfig):
     def check_prompts(self, missing: Sequence[str]) -> None:
         if self.refresh == "prompt" and missing:
             raise RecipeError(
-                f"refresh is prompt, so the augmenting models read only prompts, but the source {missing[0]} of data.new "
-                "has none: set its prompt_column or messages_column, or set refresh to every."
+                f"refresh is prompt, so the augmenting models read only prompts, but the source {missing[0]} of "
+                "data.new has none: set its prompt_column or messages_column, or set refresh to every."
             )
 
     def _problems(self) -> Iterator[str]:

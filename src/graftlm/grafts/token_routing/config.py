@@ -212,8 +212,8 @@ class TokenRoutingConfig(GraftConfig):
     def check_new(self) -> None:
         if self.top is not None and self.top > len(self.experts):
             raise RecipeError(
-                f"top is {self.top}, but the number of experts is {len(self.experts)}: lower top, or leave it out to use "
-                "all experts."
+                f"top is {self.top}, but the number of experts is {len(self.experts)}: lower top, or leave it out to "
+                "use all experts."
             )
 
     def set_of_parts(self, sets: Sequence[str]) -> dict[str, str]:

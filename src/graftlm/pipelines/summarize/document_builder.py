@@ -92,8 +92,8 @@ def build_document(
     own_notes = list(notes)
     if builder.divided:
         own_notes.append(
-            f"has sentences of more than {MAX_SENTENCE:,} characters, which are divided into parts ({builder.divided:,} "
-            "in all)"
+            f"has sentences of more than {MAX_SENTENCE:,} characters, which are divided into parts "
+            f"({builder.divided:,} in all)"
         )
     return SourceDocument(
         name=name,
