@@ -61,12 +61,20 @@ def test_rows_are_measured(graft: Graft, served: Path) -> None:
     ],
 )
 def test_lines_are_answered(graft: Graft, served: Path, task: str, line: str, keys: set[str]) -> None:
-    stdin = f"{line}\n\n{line}\n".encode()
+    stdin = f"{line}\n{line}\n\n".encode()
     outcome = graft("predict", str(served / "run/graft"), "--task", task, stdin=stdin)
     assert outcome.code == 0, outcome.err
     first, second = outcome.out.splitlines()
     assert json.loads(first).keys() == keys
     assert rounded(first) == rounded(second)
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_a_graft_of_an_encoder_writes_no_text(graft: Graft, served: Path, verb: str) -> None:
+    outcome = graft(verb, str(served / "run/graft"), *(["hello"] if verb == "generate" else []))
+    assert outcome.code == 2
+    assert "graft predict" in outcome.err
+    assert outcome.err.count("\n") == 1
 
 
 def rounded(line: str) -> object:
@@ -80,6 +88,17 @@ TOPIC = LabelledConfig.parse({"type": "classification", "train": "rows.csv"})
 def test_only_the_first_mark_of_stdin_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\ufeffa\n\ufeffb\n".encode())))
     assert [row.texts for row in read_questions(TOPIC, "-")] == [("a",), ("\ufeffb",)]
+
+
+@pytest.mark.parametrize(("lines", "number"), [("a\n\nb\n", 2), ("\n \na\n", 1)])
+def test_an_empty_line_before_others_is_refused(tmp_path: Path, lines: str, number: int) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_text(lines)
+    with pytest.raises(DataError) as caught:
+        list(read_questions(TOPIC, str(path)))
+    assert f"line {number} " in str(caught.value)
+    path.write_text("a\nb\n\n\n")
+    assert len(list(read_questions(TOPIC, str(path)))) == 2, "the end of a file has no text"
 
 
 def test_a_pipe_with_a_name_is_read(tmp_path: Path) -> None:
@@ -151,6 +170,7 @@ def test_a_file_and_stdin_in_a_new_process_give_the_same(graft: Graft, served: P
             "[1]\n",
             ("stdin", "line 1", "JSON", "text"),
         ),
+        (("eval", "runs/gone"), "", ("no folder runs/gone",)),
         (("eval", "GRAFT", "--rows", "gone=a.csv"), "", ("'gone'",)),
         (("eval", "GRAFT", "--rows", "topic=gone.csv"), "", ("gone.csv", "topic")),
         (

@@ -313,6 +313,18 @@ def test_demo_runs_the_demo(graft: Graft, monkeypatch: pytest.MonkeyPatch) -> No
     assert "Who?" in outcome.out
 
 
+def test_paths_come_in_the_order_of_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from graftlm.cli.common import print_report
+
+    ids = ["second", "first"]
+    for row_id in ids:
+        (tmp_path / row_id / "graft").mkdir(parents=True)
+    results = Results.here("compare", [Row(id=row_id, label=row_id, metrics={}) for row_id in ids])
+    print_report(results, tmp_path, as_json=True)
+    paths = json.loads(capsys.readouterr().out)["files"]["graft"]
+    assert [Path(path).parent.name for path in paths] == ids
+
+
 def test_of_several_processes_only_the_first_one_prints(graft: Graft, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     assert graft("methods") == (0, "", "")

@@ -18,10 +18,13 @@ from graftlm.grafts import build_graft, graft_config
 from graftlm.grafts.composition import Composition
 from graftlm.grafts.composition.config import CompositionConfig
 from graftlm.grafts.composition.pairs import check_heads, pairs_of
+from graftlm.runs.graft_recipe import Recipe
 from graftlm.store.artifact import load_graft, save_graft
 from graftlm.store.manifest import read_manifest
 from tiny import BackboneFolder, save_tiny_backbone, tiny_model
 
+PLAIN: dict[str, str] = {"path": "plain.txt"}
+PROMPTED = {"path": "answers.jsonl", "prompt_column": "question"}
 PAPER = {"norm": "none", "positions": "none"}
 
 
@@ -159,6 +162,29 @@ def test_recipes(case: str) -> None:
         graft_config(values("x") | more)
     assert offence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("refresh", ["every", "prompt"])
+@pytest.mark.parametrize("sources", [[PROMPTED], [PROMPTED, PLAIN], [PLAIN]])
+def test_text_without_prompts_is_refused_where_only_prompts_are_read(
+    sources: list[dict[str, str]], refresh: str
+) -> None:
+    graft = values("x", refresh=refresh)
+    recipe = Recipe.parse(
+        {
+            "backbone": {"name": "x"},
+            "methods": {"row": {"graft": graft}},
+            "data": {"new": sources, "replay_fraction": 0},
+            "training": {"steps": 1},
+        }
+    )
+    if refresh == "every" or PLAIN not in sources:
+        assert [run.id for run in recipe.comparison()] == ["row"]
+        return
+    with pytest.raises(RecipeError) as caught:
+        recipe.comparison()
+    assert "refresh" in str(caught.value)
+    assert PLAIN["path"] in str(caught.value)
 
 
 def test_models_that_are_no_causal_language_models(tmp_path: Path, tiny_backbone: BackboneFolder) -> None:

@@ -295,6 +295,15 @@ def test_a_word_of_blanks_alone_is_refused(tmp_path: Path) -> None:
             list(read_conll(path, {}))
 
 
+def test_a_tab_in_a_file_with_spaces_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.conll"
+    path.write_text("In O\nOslo B-PLACE\n\nRome\tB-PLACE\n", encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        list(read_conll(path, {}))
+    assert "line 1 " in str(error.value)
+    assert "line 4" in str(error.value)
+
+
 CONLLU = """# text = vámonos al mar
 1-2\tvámonos\t_\t_\t_\t_\t_\t_\t_\t_
 1\tvamos\tir\tVERB\t_\t_\t0\troot\t_\t_

@@ -132,6 +132,15 @@ def test_binary_file(tmp_path: Path) -> None:
     assert "byte 3" in found
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_text_in_another_encoding_is_named(tmp_path: Path, name: str, encoding: str) -> None:
+    (tmp_path / name).write_bytes("Tea is good.".encode(encoding))
+    found = message(path=str(tmp_path / name))
+    assert str(tmp_path / name) in found
+    assert f"is {encoding.upper()} text" in found
+
+
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_broken_utf8_names_the_byte(tmp_path: Path, mark: bytes) -> None:
     (tmp_path / "a.txt").write_bytes(mark + b"caf\xe9 noir")

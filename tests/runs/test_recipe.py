@@ -201,6 +201,29 @@ def test_a_comparison_trains_each_method_on_the_same_rows(tmp_path: Path, tiny_b
     assert len(losses["quick"]) == 2  # type: ignore[index, arg-type, call-overload]
 
 
+def test_rows_of_one_kind_are_named_by_their_ids() -> None:
+    methods = {
+        "narrow": {"graft": {"kind": "adapter", "width": 2}},
+        "wide": {"graft": {"kind": "adapter", "width": 8}},
+        "named": {"graft": {"kind": "adapter"}, "label": "a name"},
+        "low-rank": {"graft": {"kind": "lora"}},
+    }
+    recipe = Recipe.parse(
+        {
+            "backbone": {"name": "nowhere"},
+            "data": {"new": [{"path": "new.txt"}], "replay_fraction": 0},
+            "training": {"steps": 1},
+            "methods": methods,
+        }
+    )
+    labels = {run.id: run.label for run in recipe.comparison()}
+    assert labels == {"narrow": "narrow", "wide": "wide", "named": "a name", "low-rank": "LoRA on the FFN"}
+    one_of_each = Recipe.parse(
+        recipe.model_dump() | {"methods": {name: methods[name] for name in ("wide", "low-rank")}}
+    )
+    assert [run.label for run in one_of_each.comparison()] == ["vanilla adapter", "LoRA on the FFN"]
+
+
 @pytest.mark.slow
 def test_a_comparison_on_a_backbone_in_half_precision(tmp_path: Path, tiny_backbone) -> None:
     methods = {name: {"graft": {"kind": name}} for name in ("neutral-residues", "lora", "finetune")}

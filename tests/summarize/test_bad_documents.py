@@ -61,6 +61,11 @@ def test_a_script_without_marks(tmp_path: Path) -> None:
     assert "Thai" in refused(tmp_path / "thai.txt")
 
 
+def test_utf_16(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("Tea is good.".encode("utf-16"))
+    assert "UTF-16" in refused(tmp_path / "a.txt")
+
+
 def test_xml_that_is_not_jats(tmp_path: Path) -> None:
     (tmp_path / "a.xml").write_text("<TEI><text><p>Tea is good.</p></text></TEI>")
     assert "<TEI>" in refused(tmp_path / "a.xml")

@@ -246,7 +246,19 @@ def test_only_whole_sentences_are_selected_where_there_are_enough() -> None:
     assert informal.selectable == [0, 1]
 
 
-@pytest.mark.parametrize("code", ["english", "th", "km"])
+def test_divided_sentences_are_counted_in_a_note() -> None:
+    (note,) = read_text("Short. " + "word, " * 700 + "end. " + "x" * 3000).notes
+    assert "1,000" in note
+    assert "(2 in all)" in note
+    assert read_text("Short. " + "word " * 150 + "end.").notes == ()
+
+
+@pytest.mark.parametrize("code", ["de", "pt-BR", "no", "gsw"])
+def test_codes_of_languages(code: str) -> None:
+    assert read_text("One is here.", language=code).language == code.lower()
+
+
+@pytest.mark.parametrize("code", ["english", "th", "km", "xx", "xx-de"])
 def test_a_language_that_can_t_be_split_by(code: str) -> None:
     with pytest.raises(RecipeError) as error:
         read_text("One is here.", language=code)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from graftlm import load_recipe, run_recipe
-from graftlm.data import DataConfig
+from graftlm.data import DataConfig, SourceConfig
 from graftlm.data.mixture import build_mixture
 from graftlm.data.rows import NEW, NO_SET, OLD
 from graftlm.errors import RecipeError
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
+from graftlm.runs.fitting import example_sources
+from graftlm.runs.graft_recipe import Recipe
 from graftlm.runs.graft_run import GraftRun
 from tiny import BackboneFolder, tiny_tokenizer
 from token_routing import reference
@@ -172,6 +174,23 @@ def test_batches_have_no_sets_unless_they_are_wanted(files: dict[str, str]) -> N
 # Which expert trains on which set
 
 
+@pytest.mark.parametrize("top", [1, 2, 3])
+def test_a_recipe_with_more_routes_than_experts_is_refused(top: int) -> None:
+    parsed = Recipe.parse(
+        {
+            "backbone": {"name": "x"},
+            "graft": {"kind": "token-routing", "experts": {"a": {"path": "a"}, "b": {"path": "b"}}, "top": top},
+            "training": {"steps": 0},
+        }
+    )
+    if top <= 2:
+        assert parsed.run().graft == parsed.graft
+        return
+    with pytest.raises(RecipeError) as caught:
+        parsed.run()
+    assert "top is 3" in str(caught.value)
+
+
 def new_expert(**values: object) -> dict[str, object]:
     return {"rank": 2, "targets": ["down_proj"], **values}
 
@@ -241,6 +260,26 @@ def run_of(path: Path) -> GraftRun:
 
 
 TWO = "{english: {rank: 2, targets: [down_proj]}, french: {rank: 2, targets: [down_proj]}}"
+
+
+MISMATCHES = {
+    "an expert without a set": (["a", "b", "third"], ["a", "b"], "third"),
+    "a set without an expert": (["a", "b"], ["a", "b", "third"], "third"),
+    "no sets": (["a", "third"], [], "third"),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_only_the_expert_or_set_without_the_other_is_named(case: str) -> None:
+    experts, sets, offence = MISMATCHES[case]
+    names = dict.fromkeys(experts, ())
+    graft: Any = type("Stub", (), {"sources": lambda self: names})()
+    new = [SourceConfig(path="x.txt", set=name) for name in sets] or [SourceConfig(path="x.txt")]
+    with pytest.raises(RecipeError) as caught:
+        example_sources(graft, new, {})
+    message = str(caught.value)
+    assert offence in message
+    assert ("examples" in message) != bool(sets), "with sets, the others lack nothing"
 
 
 def test_the_examples_of_an_expert_are_the_text_of_its_set(

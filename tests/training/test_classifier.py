@@ -15,16 +15,19 @@ from torch.nn import functional
 from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
+from cli.tools import invoke
+from graftlm.backbone import load_backbone
 from graftlm.cli import app
 from graftlm.data.sequence_batches import SequenceBatches, collate_sequences
+from graftlm.data.sequence_config import BytesConfig
 from graftlm.data.sequences import Sequences, SequenceTask
-from graftlm.errors import ArtifactError, EvaluationError, GraftError, RecipeError
+from graftlm.errors import ArtifactError, BackboneError, EvaluationError, GraftError, RecipeError
 from graftlm.evaluation import Interval, Results, value_of
 from graftlm.evaluation.classification import accuracy_metrics, commonest_class, predict_classes
 from graftlm.generation.classify import evaluate_classifier
 from graftlm.runs.classifier_run import ClassifierRecipe
 from graftlm.runs.recipe import compare_recipe, load_recipe, run_recipe
-from graftlm.training.classifier import SequenceClassifier, new_classifier
+from graftlm.training.classifier import SequenceClassifier, new_classifier, read_classifier
 
 BLOCK_STATE = {
     "model_type": "block-state",
@@ -95,6 +98,32 @@ def toy_classifier(**changes: Any) -> SequenceClassifier:
     return SequenceClassifier(new_classifier(BLOCK_STATE | changes, toy_task(), seed=0))
 
 
+def check_answers(tmp_path: Path) -> None:
+    """Compare the answers of the trained classifier, as docs/recipes.md shows them, with the test rows."""
+    loaded, record = read_classifier(tmp_path / "run/model")
+    assert isinstance(record.data, BytesConfig)
+    for line in (tmp_path / "test.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        ids = torch.tensor([[byte + 1 for byte in row["text"].encode()][: record.data.length]])
+        assert record.classes[int(loaded(input_ids=ids).logits.argmax())] == row["label"]
+
+
+def check_refusals(tmp_path: Path) -> None:
+    """Let other commands name `graft eval` for the trained classifier."""
+    for place in ("run/model", "run"):
+        for arguments in (["generate", "hello"], ["export", "--to", "out"], ["inspect"], ["predict", "--task", "x"]):
+            verb, *rest = arguments
+            if (verb, place) == ("inspect", "run"):  # prints the report
+                continue
+            refused = invoke(verb, str(tmp_path / place), *rest)
+            assert refused.code == 2, refused.out
+            assert "graft eval" in refused.err
+            assert str(tmp_path / "run/model") in refused.err
+            assert refused.err.count("\n") == 1
+    with pytest.raises(BackboneError):
+        load_backbone(tmp_path / "run/model")
+
+
 @pytest.mark.usefixtures("undrawn_figures")
 def test_a_run_is_measured_beside_the_commonest_class_and_again_by_the_command(tmp_path: Path) -> None:
     said: list[str] = []
@@ -118,6 +147,9 @@ def test_a_run_is_measured_beside_the_commonest_class_and_again_by_the_command(t
     found = json.loads(out.stdout)["rows"][0]["metrics"]
     assert found["accuracy"] == accuracy.model_dump()
     assert found["majority_accuracy"] == majority.model_dump()
+
+    check_answers(tmp_path)
+    check_refusals(tmp_path)
 
     wrong = (tmp_path / "test.jsonl").read_text().replace("class a", "class c").replace("class b", "class a")
     (tmp_path / "swapped.jsonl").write_text(wrong.replace("class c", "class b"))

@@ -86,7 +86,10 @@ def print_report(results: Results, folder: Path, *, as_json: bool) -> None:
     from graftlm.evaluation.report import report_files
     from graftlm.evaluation.terminal_tables import print_answers
 
+    order = {str(folder / row.id): place for place, row in enumerate(results.rows)}
     files = report_files(folder)
+    for paths in files.values():
+        paths.sort(key=lambda path: order.get(str(Path(path).parent), -1))  # the order of the table's rows
 
     def show() -> None:
         console = stdout_console()

@@ -31,6 +31,7 @@ from graftlm.cli.inputs import (
 )
 from graftlm.errors import DataError
 from graftlm.files.hub import has_report
+from graftlm.files.model_files import is_classifier
 
 
 def evaluate(
@@ -78,7 +79,7 @@ def evaluate(
     from graftlm.evaluation import write_report
     from graftlm.evaluation.evaluator import EvaluationConfig
     from graftlm.evaluation.terminal_tables import print_side_by_side
-    from graftlm.generation.classify import evaluate_classifier, is_classifier
+    from graftlm.generation.classify import evaluate_classifier
     from graftlm.generation.evaluate import evaluate_graft
     from graftlm.generation.inputs import files_by_name, read_tasks, read_texts
     from graftlm.generation.predict import evaluate_rows, load_task_graft

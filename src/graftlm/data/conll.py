@@ -85,7 +85,8 @@ def read_conll(
     layout = _find_columns(path, columns, header)
     skipped = Counter() if skipped is None else skipped
     lines = _LINE_END.split(read_text(path))
-    has_tabs = any("\t" in line for line in lines)
+    first_tab = next((number for number, line in enumerate(lines, start=1) if "\t" in line), 0)
+    has_tabs = first_tab > 0
     words: list[str] = []
     tags: list[str] = []
     first_line = 0
@@ -108,7 +109,10 @@ def read_conll(
         if layout.numbered and _EMPTY_NODE.fullmatch(cells[0]):
             skipped["empty nodes"] += 1
             continue
-        _check_cells(cells, layout, f"{path}: line {number}")
+        where = f"{path}: line {number}"
+        if has_tabs and len(cells) == 1 and " " in stripped:
+            raise _separator_error(where, first_tab)
+        _check_cells(cells, layout, where)
         if not words:
             first_line = number
         words.append(cells[layout.word])
@@ -148,6 +152,14 @@ def _is_comment(cells: Sequence[str], *, has_tabs: bool) -> bool:
     if has_tabs:
         return len(cells) == 1
     return "=" in cells[1:]
+
+
+def _separator_error(where: str, first_tab: int) -> DataError:
+    """Return the error for a line with spaces and no tab, in a file in which another line has a tab."""
+    return DataError(
+        f"{where} has spaces and no tab, but the file counts as separated by tabs because of line {first_tab}: "
+        "separate the columns of all lines alike."
+    )
 
 
 def _check_cells(cells: Sequence[str], layout: _Columns, where: str) -> None:

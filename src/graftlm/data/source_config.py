@@ -93,6 +93,11 @@ class SourceConfig(Config):
         return f"{self.name} ({', '.join(parts)})" if parts else self.name
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether its texts have prompts, or are conversations."""
+        return self.prompt_column is not None or self.messages_column is not None
+
+    @property
     def columns(self) -> dict[str, str]:
         """The columns that are read, by the config key that sets each, such as {"text_column": "body"}.
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from graftlm.errors import ArtifactError
-from graftlm.files.model_files import PACKAGED_MODELS, packaged_model
+from graftlm.files.model_files import PACKAGED_MODELS, classifier_problem, is_classifier, packaged_model
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FETCHED = ("*.json", "*.safetensors", "*.md", "*.jinja", "*.txt", "*.model")
@@ -108,6 +108,8 @@ def has_report(folder: Path) -> bool:
         return False
     if not folder.exists():
         raise ArtifactError(f"There is no folder {folder}: name a folder that `graft train` wrote.")
+    if is_classifier(folder):
+        raise ArtifactError(classifier_problem(folder))
     if not (folder / "results.json").exists():
         raise ArtifactError(
             f"{folder} has neither graft.json nor results.json: name a folder that `graft train` wrote."

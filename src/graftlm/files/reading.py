@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import zlib
 from collections.abc import Iterator
@@ -12,6 +13,12 @@ from typing import BinaryIO
 from graftlm.errors import DataError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_OTHER_MARKS = {  # those of UTF-32 first, since one begins with a mark of UTF-16
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 
 
 @contextmanager
@@ -53,12 +60,23 @@ def read_text(path: Path) -> str:
     """
     with read_errors(path), open_binary(path) as file:
         data = file.read()
+    check_encoding(data, str(path))
     if b"\0" in data:
         raise DataError(
             f"{path} is a binary file (a NUL byte at byte {data.index(0)}), but UTF-8 text is expected: "
             "convert it to text, or leave it out (in a recipe, by the pattern of the source)."
         )
     return decode_utf8(data, str(path)).replace("\r\n", "\n")
+
+
+def check_encoding(data: bytes, where: str) -> None:
+    """Raise `DataError` if bytes begin with the byte order mark of UTF-16 or UTF-32; `where` names their origin."""
+    for mark, encoding in _OTHER_MARKS.items():
+        if data.startswith(mark):
+            raise DataError(
+                f"{where} is {encoding} text (it begins with the byte order mark 0x{mark.hex()}), but UTF-8 is "
+                "expected: convert it to UTF-8 first."
+            )
 
 
 def decode_utf8(data: bytes, where: str) -> str:
@@ -71,6 +89,7 @@ def decode_utf8(data: bytes, where: str) -> str:
     Raises:
         DataError: the bytes are not UTF-8.
     """
+    check_encoding(data, where)
     try:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:

@@ -11,12 +11,7 @@ from graftlm.evaluation import Metric, Results, Row
 from graftlm.evaluation.classification import accuracy_metrics, predict_classes
 from graftlm.evaluation.cost import count_parameters
 from graftlm.processes import process_state
-from graftlm.training.classifier import RECORD, ClassifierRecord, read_classifier
-
-
-def is_classifier(folder: str | Path) -> bool:
-    """Return whether a folder is that of a trained classifier of sequences."""
-    return (Path(folder) / RECORD).is_file()
+from graftlm.training.classifier import ClassifierRecord, read_classifier
 
 
 def evaluate_classifier(

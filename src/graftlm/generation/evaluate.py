@@ -63,12 +63,13 @@ def evaluate_graft(  # noqa: PLR0913  # keyword arguments of a public function
     from graftlm.grafted.model import GraftedModel
 
     evaluation = evaluation or EvaluationConfig(decode_prompts=0)
+    manifest = read_manifest(folder)
     if not (texts or tasks or evaluation.tasks or evaluation.harness or evaluation.preset):
         raise DataError(
             "There is nothing to measure: name a text (--text new=FILE), examples (--examples sums=FILE) "
             "or a task (--tasks NAME)."
         )
-    if read_manifest(folder).graft_config().needs_tasks:
+    if manifest.graft_config().needs_tasks:
         raise DataError(
             f"The graft {folder} predicts with its own heads, but texts and examples need a language model: measure it "
             "on rows of its tasks (--rows NAME=FILE)."

@@ -38,6 +38,7 @@ from graftlm.generation.sums import read_summands, sum_of_grafts
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafted.traces import trace_values
 from graftlm.store.artifact import backbone_name, backbone_of, is_model, load_grafts
+from graftlm.store.manifest import read_manifest
 from graftlm.store.stages import chosen_graft
 
 HELP = (
@@ -203,7 +204,8 @@ def load_model(
         The model, a `GraftedModel` if it has grafts, and its tokenizer.
 
     Raises:
-        ArtifactError: the folder is neither a graft nor a model, or the graft belongs to another backbone.
+        ArtifactError: the folder is neither a graft nor a model, or the graft belongs to another backbone or to one
+            that generates no text.
         GraftError: a sum has a wrong weight, a graft twice, or a graft of a kind that takes no weight.
         RecipeError: a change does not fit the graft's config.
         BackboneError: the backbone can't be loaded, or has no tokenizer.
@@ -216,6 +218,8 @@ def load_model(
             raise ArtifactError(f"{folder} is a complete model, but a sum has grafts: leave the weight out.")
     elif Path(folder).is_dir() and not is_model(folder):
         folder = chosen_graft(Path(folder))
+    if not is_model(folder):
+        _check_writes(folder)
     if chat:
         name = backbone_name(folder, backbone)
         if has_chat_template(name, trust_remote_code=trust_remote_code) is False:
@@ -228,6 +232,20 @@ def load_model(
         return sum_of_grafts(summands, loaded, changes), tokenizer
     grafts = load_grafts(folder, loaded, changes)
     return GraftedModel(loaded, grafts), tokenizer
+
+
+def _check_writes(folder: str | Path) -> None:
+    """Raise `ArtifactError` if the graft in a folder has a backbone that can't generate text."""
+    manifest = read_manifest(folder)
+    if manifest.backbone.kind == "causal-lm":
+        return
+    remedy = "name a graft of a causal language model"
+    if manifest.graft_config().needs_tasks:
+        remedy = f"predict labels with graft predict {folder} --task NAME, or {remedy}"
+    raise ArtifactError(
+        f"The graft {folder} was trained on {manifest.backbone.name} as {manifest.backbone.kind}, which generates no "
+        f"text: {remedy}."
+    )
 
 
 @torch.inference_mode()

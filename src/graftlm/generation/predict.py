@@ -225,7 +225,8 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
             plain texts.
 
     Raises:
-        DataError: the number of columns is wrong, the source can't be read, or a row lacks a text.
+        DataError: the number of columns is wrong, the source can't be read, or a row lacks a text, as an empty line
+            before others does.
     """
     texts = list(columns) or config.texts
     if len(texts) != len(config.texts):
@@ -247,10 +248,21 @@ def read_questions(config: LabelledConfig, source: str, columns: Sequence[str] =
     lines = _lines_of(source)
     if config.type == "tagging":
         lines = _untagged(lines, origin)
+    last = 0
     for number, line in enumerate(lines, start=1):
         if line.strip():
+            _check_no_gap(last, number, origin)
+            last = number
             where = f"{origin}: line {number}"
             yield read_question(config, _parse_line(line, config, names if columns else (), where), names, where)
+
+
+def _check_no_gap(last: int, number: int, origin: str) -> None:
+    """Raise `DataError` if lines between two that have text have none, so that answers would not match lines."""
+    if number > last + 1:
+        raise DataError(
+            f"{origin}: line {last + 1} is empty, but each line is a text to predict: fill it in, or remove it."
+        )
 
 
 def _untagged(lines: Iterator[str], origin: str) -> Iterator[str]:

@@ -96,6 +96,13 @@ class GraftConfig(PresetConfig):
         """
         return {}
 
+    def check_new(self) -> None:
+        """Check what is asked of a graft that a recipe trains, but not of a saved one. By default, that is nothing.
+
+        Raises:
+            RecipeError: keys do not fit each other.
+        """
+
     def check_rows(self, length: int) -> None:
         """Check that training rows are long enough for the graft to learn. By default, every length is.
 
@@ -104,6 +111,16 @@ class GraftConfig(PresetConfig):
 
         Raises:
             RecipeError: the rows are too short.
+        """
+
+    def check_prompts(self, missing: Sequence[str]) -> None:
+        """Check that the graft can learn from new text whose prompts are not marked. By default, it can.
+
+        Args:
+            missing: titles of the sources of new text without prompts.
+
+        Raises:
+            RecipeError: the graft needs prompts.
         """
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from graftlm.data import SourceConfig, build_documents
 from graftlm.data.example_texts import example_texts
@@ -42,11 +42,7 @@ def example_sources(
     found: dict[str, list[SourceConfig]] = {}
     named = graft.sources()
     without = [name for name, sources in named.items() if not sources and name not in set_of]
-    if len(without) > 1:
-        raise RecipeError(
-            f"{' and '.join(without)} have no examples, but only one can take them from data.new: give the others "
-            "texts or sources."
-        )
+    _check_examples(without, {source.set for source in new if source.set is not None})
     for name, sources in named.items():
         parsed = [SourceConfig.parse(dict(source)) for source in sources]
         if not parsed:
@@ -58,3 +54,30 @@ def example_sources(
                 )
         found[name] = parsed
     return found
+
+
+def _check_examples(without: Sequence[str], sets: Set[str]) -> None:
+    """Raise `RecipeError` if several parts of a graft have neither sources nor a set of new text.
+
+    Args:
+        without: the graft's names for them.
+        sets: names of the sets of new text. Parts and sets that have each other's names were meant to belong together.
+    """
+    if len(without) < 2:
+        return
+    known = ", ".join(sorted(sets))
+    lacking = [name for name in without if name not in sets]
+    if lacking and len(lacking) < len(without):
+        raise RecipeError(
+            f"{lacking[0]} has no set in data.new (known: {known}): add one of that name, or name one in its key set."
+        )
+    unused = sorted(sets.difference(without))
+    if unused and not lacking:
+        raise RecipeError(
+            f"The set {unused[0]} of data.new has the name of no part that trains ({', '.join(without)}): leave it "
+            "out, or name it in the key set of a part."
+        )
+    raise RecipeError(
+        f"{' and '.join(without)} have no examples, but only one can take them from data.new: give the others "
+        "texts or sources."
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -25,7 +26,7 @@ from graftlm.training.config import TrainingConfig
 class MethodConfig(Config):
     """One row of a comparison: a graft, and the keys of training and data that differ from the recipe's."""
 
-    label: str = ""
+    label: str = Field("", description="Name in tables; by default the method's, or the row's id if names repeat.")
     graft: MethodGraft
     training: dict[str, Any] = Field({}, description="Keys of the training section, such as learning_rate.")
     data: dict[str, Any] = Field({}, description="Keys of the data section, such as new or replay_fraction.")
@@ -219,7 +220,7 @@ class Recipe(TextRecipe):
                 evaluation=self.evaluation,
             )
             runs.append(run)
-        return runs
+        return _labelled(runs)
 
     def _matched_parameters(self, methods: Mapping[str, MethodConfig]) -> int:
         """Return the trainable parameters of the recipe's graft, or of the first method; 0 where no size is to match.
@@ -269,14 +270,30 @@ class Recipe(TextRecipe):
         return runs
 
 
+def _labelled(runs: Sequence[GraftRun]) -> list[GraftRun]:
+    """Return runs that all have labels: their own, that of the graft, or the id where labels of grafts repeat."""
+    labels = {run.id: run.label or _graft_label(run) for run in runs}
+    counts = Counter(labels.values())
+    labelled = []
+    for run in runs:
+        repeats = not run.label and counts[labels[run.id]] > 1
+        labelled.append(run.model_copy(update={"label": run.id if repeats else labels[run.id]}))
+    return labelled
+
+
+def _graft_label(run: GraftRun) -> str:
+    """Return the label of the graft that a run of a comparison trains."""
+    assert run.graft is not None, "a comparison has no bare backbone"
+    return run.graft.label
+
+
 def _at_rate(run: GraftRun, factor: float) -> GraftRun:
     """Return a run with its learning rate multiplied, and with the new rate in its id and label."""
-    assert run.graft is not None, "a comparison has no bare backbone"
     rate = run.training.learning_rate * factor
     return run.model_copy(
         update={
             "id": f"{run.id}-rate-{rate:g}",
-            "label": f"{run.label or run.graft.label}, rate {rate:g}",
+            "label": f"{run.label}, rate {rate:g}",
             "training": run.training.model_copy(update={"learning_rate": rate}),
         }
     )

@@ -142,8 +142,12 @@ class GraftRun(TrainingRun):
             evaluation["harness"] = harness
 
     def model_post_init(self, _context: object) -> None:
+        if self.graft is not None:
+            self.graft.check_new()
         if self.graft is not None and self.training.has_steps and not self.data.stream:
             self.graft.check_rows(self.data.length)
+        if self.graft is not None and self.training.has_steps:
+            self.graft.check_prompts([source.title for source in self.data.new if not source.has_prompts])
         if self._set_of and self.data.stream:
             raise RecipeError(
                 "Parts of the graft train on named sets of new text, but with data.stream rows continue over their "

@@ -27,6 +27,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 class StageConfig(MethodConfig):
     """One stage: what it is taught, and the keys that differ from the recipe's."""
 
+    label: str = Field("", description="Name in tables; by default the stage's and the method's.")
     graft: AnyGraft | None = Field(None, description="The stage's graft; the recipe's when absent.")
 
 

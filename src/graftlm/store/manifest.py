@@ -14,7 +14,7 @@ from graftlm.backbone.families import user_row
 from graftlm.config import Config
 from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError, shorten
 from graftlm.files.hub import fetch_folder
-from graftlm.files.model_files import lasting_name
+from graftlm.files.model_files import classifier_problem, is_classifier, lasting_name
 from graftlm.grafts import GraftConfig, graft_config
 from graftlm.version import __version__
 
@@ -226,6 +226,9 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 def _missing_error(folder: Path) -> ArtifactError:
     """Return the error for a folder without `graft.json`, with the path of a graft or model inside it, if any."""
+    for place in (folder, folder / "model"):
+        if is_classifier(place):
+            return ArtifactError(classifier_problem(place))
     if (folder / "config.json").exists():
         return ArtifactError(f"{folder} is a model (it has a config.json), not a graft: name the folder of a graft.")
     remedy = "name the folder of a graft or model"

@@ -19,13 +19,12 @@ from graftlm.data.sequence_batches import PADDING_ID
 from graftlm.data.sequence_config import SequenceConfig
 from graftlm.data.sequences import SequenceTask
 from graftlm.errors import ArtifactError, RecipeError, first_line
+from graftlm.files.model_files import CLASSIFIER_RECORD
 from graftlm.files.writing import staged_folder
 from graftlm.grafted.model import GraftedOutput
 from graftlm.models import register
 from graftlm.training.new_config import config_errors, new_config
 
-RECORD = "sequences.json"
-"""File of a classifier's folder with what is needed to read rows as in training."""
 _OF_DATA = ("num_labels", "id2label", "label2id", "problem_type")
 
 
@@ -150,7 +149,7 @@ def save_classifier(model: PreTrainedModel, record: ClassifierRecord, folder: Pa
     """
     with staged_folder(folder) as draft:
         model.save_pretrained(draft)
-        (draft / RECORD).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        (draft / CLASSIFIER_RECORD).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
 def read_classifier(folder: str | Path) -> tuple[PreTrainedModel, ClassifierRecord]:
@@ -162,7 +161,7 @@ def read_classifier(folder: str | Path) -> tuple[PreTrainedModel, ClassifierReco
     Raises:
         ArtifactError: the folder is not a complete classifier, or its files are damaged.
     """
-    path = Path(folder) / RECORD
+    path = Path(folder) / CLASSIFIER_RECORD
     remedy = "name the folder model of a finished run of kind: classifier"
     try:
         record = ClassifierRecord.parse(json.loads(path.read_text(encoding="utf-8")), where=str(path))

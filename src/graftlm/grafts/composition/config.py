@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_serializer
 from torch import nn
 
 from graftlm.config import Config
+from graftlm.errors import RecipeError
 from graftlm.grafts.base import GraftConfig
 from graftlm.grafts.composition.attention import Init, Norm, Positions
 from graftlm.grafts.composition.readout import ReadoutKind
@@ -89,7 +90,8 @@ class CompositionConfig(GraftConfig):
         norm: `pre`: RMS norms of the anchor's states and of the projected states before attention.
         positions: `none`: no positions, as in the paper. `rotary`: rotary positions of queries and keys. `local`:
             rotary, and half of the heads initially attend to the most recent token.
-        refresh: what the augmenting models read: `every` token, or only the `prompt`, like an encoder.
+        refresh: what the augmenting models read: `every` token, or only the `prompt`, like an encoder;
+            then all new text needs prompts.
         alignment: how tokens are matched: by `position` (one tokenizer), by `characters` (two tokenizers), or `auto`,
             which compares the tokenizers.
         qk_norm: whether RMS norms are applied to the queries and keys of each head. Without them, large values can
@@ -125,6 +127,13 @@ class CompositionConfig(GraftConfig):
                     "that begins with a letter and is not an attribute of nn.ModuleDict: choose another, such as french"
                 )
         return value
+
+    def check_prompts(self, missing: Sequence[str]) -> None:
+        if self.refresh == "prompt" and missing:
+            raise RecipeError(
+                f"refresh is prompt, so the augmenting models read only prompts, but the source {missing[0]} of "
+                "data.new has none: set its prompt_column or messages_column, or set refresh to every."
+            )
 
     def _problems(self) -> Iterator[str]:
         if not self.cross and self.readout == "none":

@@ -209,6 +209,13 @@ class TokenRoutingConfig(GraftConfig):
             values.pop("experts_in_memory", None)
         return values
 
+    def check_new(self) -> None:
+        if self.top is not None and self.top > len(self.experts):
+            raise RecipeError(
+                f"top is {self.top}, but the number of experts is {len(self.experts)}: lower top, or leave it out to "
+                "use all experts."
+            )
+
     def set_of_parts(self, sets: Sequence[str]) -> dict[str, str]:
         new = {name: expert.set for name, expert in self.experts.items() if expert.is_new}
         if all(own is None for own in new.values()):

@@ -19,7 +19,14 @@ from graftlm.pipelines.summarize.document import (
     TextSpan,
     normalize_title,
 )
-from graftlm.pipelines.summarize.text import WORDS, check_language, detect_language, split_sentences
+from graftlm.pipelines.summarize.text import (
+    MAX_SENTENCE,
+    WORDS,
+    check_language,
+    detect_language,
+    short_parts,
+    whole_sentences,
+)
 
 _FIELD = re.compile(r"[A-Z][\w /-]{0,40}:(?:\s|$)")
 _MAX_FIELD = 300  # in characters
@@ -82,6 +89,12 @@ def build_document(
     if not builder.sentences:
         left_out = f" (it {'; it '.join(notes)})" if notes else ""
         raise DataError(f"{name} has no sentence to summarize{left_out}: give a text with words.")
+    own_notes = list(notes)
+    if builder.divided:
+        own_notes.append(
+            f"has sentences of more than {MAX_SENTENCE:,} characters, which are divided into parts "
+            f"({builder.divided:,} in all)"
+        )
     return SourceDocument(
         name=name,
         pages=tuple(pages),
@@ -89,7 +102,7 @@ def build_document(
         sentences=tuple(builder.sentences),
         language=language,
         passages=tuple(builder.passages),
-        notes=tuple(f"{name} {note}." for note in notes),
+        notes=tuple(f"{name} {note}." for note in own_notes),
     )
 
 
@@ -99,6 +112,7 @@ class _DocumentBuilder:
     def __init__(self, pages: Sequence[str], language: str, files: Sequence[str]) -> None:
         self.sentences: list[Sentence] = []
         self.passages: list[Sentence] = []
+        self.divided = 0  # number of sentences that were divided
         self._pages = pages
         self._files = files
         self._language = language
@@ -130,7 +144,7 @@ class _DocumentBuilder:
         source = self._pages[page]
         positions = _SourcePositions(block.spans)
         if kind == "prose":
-            ranges = split_sentences(_mask_formulas(block.spans), self._language)
+            ranges = self._sentence_ranges(_mask_formulas(block.spans))
         else:
             left = len(text) - len(text.lstrip())
             ranges = [(left, len(text.rstrip()))]
@@ -145,6 +159,13 @@ class _DocumentBuilder:
                 kind=kind,
                 file=self._files[page] if self._files else None,
             )
+
+    def _sentence_ranges(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield start and end of each sentence, and of each part of one that is too long, which are counted."""
+        for first, end in whole_sentences(text, self._language):
+            parts = list(short_parts(text, first, end))
+            self.divided += len(parts) > 1
+            yield from parts
 
     def sections(self) -> tuple[Section, ...]:
         """Return the sections; each ends where the next begins."""

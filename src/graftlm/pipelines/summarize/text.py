@@ -100,12 +100,14 @@ def check_language(code: str) -> str:
         code: a language code with optional subtags, such as `de` or `pt-BR`.
 
     Raises:
-        RecipeError: the code is malformed, or the language has no punctuation that ends sentences.
+        RecipeError: the code is malformed, no language has it, or the language has no punctuation that ends sentences.
     """
     if not _LANGUAGE_CODE.fullmatch(code):
         raise RecipeError(f"{code!r} is not a language code: give a code such as en, de or zh.")
     code = code.lower()
     base = code.split("-")[0]
+    if len(base) == 2 and base not in WORDS["codes"].split():
+        raise RecipeError(f"{code!r} is the code of no language: give a code of ISO 639, such as en, de or zh.")
     if base in WORDS["unsplit"]["languages"]:
         raise RecipeError(
             f"The language {code!r} has no punctuation between sentences: give a text in another language."
@@ -128,6 +130,15 @@ def split_sentences(text: str, language: str = "en") -> Iterator[tuple[int, int]
     Raises:
         MissingExtraError: sentencex is not installed.
     """
+    for first, end in whole_sentences(text, language):
+        yield from short_parts(text, first, end)
+
+
+def whole_sentences(text: str, language: str = "en") -> Iterator[tuple[int, int]]:
+    """Yield start and end of each sentence of a paragraph as `split_sentences` finds them, but undivided.
+
+    White space belongs to the sentence before it. The arguments and errors are those of `split_sentences`.
+    """
     sentencex = import_extra("sentencex", "Splitting sentences")
     single_line = _LINE_BREAK.sub(" ", text)  # this replacement keeps the length
     first = 0
@@ -137,9 +148,9 @@ def split_sentences(text: str, language: str = "en") -> Iterator[tuple[int, int]
         if marks:
             end = marks.end()
         if end > first and not _continues_sentence(single_line, end):
-            yield from _short_parts(text, first, end)
+            yield first, end
             first = end
-    yield from _short_parts(text, first, len(text))
+    yield first, len(text)
 
 
 def _continues_sentence(text: str, boundary: int) -> bool:
@@ -158,8 +169,8 @@ def _continues_sentence(text: str, boundary: int) -> bool:
     return not is_divided and bool(after) and _MARK_OF_SPACED_SCRIPT.search(before) is not None
 
 
-def _short_parts(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the stripped range, divided where it is too long."""
+def short_parts(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the range of a sentence without surrounding white space, divided where it is too long."""
     while start < end:
         cut = _cut_position(text, start, end)
         part = text[start:cut]

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from graftlm.errors import DataError
-from graftlm.files.reading import BYTE_ORDER_MARK, decode_utf8, read_errors
+from graftlm.files.reading import BYTE_ORDER_MARK, check_encoding, decode_utf8, read_errors
 from graftlm.pipelines.summarize.document import SourceDocument, TextBlock
 from graftlm.pipelines.summarize.document_builder import build_document
 from graftlm.pipelines.summarize.readers.html import html_blocks
@@ -140,6 +140,7 @@ def _read_utf8(path: Path) -> str:
     _check_file_size(path, _MAX_CHARACTER_BYTES * MAX_CHARACTERS)
     with read_errors(path):
         data = path.read_bytes()
+    check_encoding(data, str(path))
     if b"\0" in data:
         position = data.index(0)
         raise DataError(
