@@ -16,9 +16,10 @@ from graftlm.data.conflicts import find_conflicts
 from graftlm.data.questions import read_questions, sample_questions
 from graftlm.errors import DataError
 from graftlm.evaluation import Results, value_of
-from graftlm.evaluation.chat_answers import answer_questions
+from graftlm.evaluation.chat_answers import answer_questions, question_in_chat
 from graftlm.evaluation.known_answers import find_known
 from graftlm.evaluation.results import Interval
+from graftlm.evaluation.taught_answers import closed_text, find_closed
 from graftlm.generation.inputs import new_sources
 from graftlm.runs.recipe import Recipe, run_recipe
 
@@ -28,14 +29,35 @@ FACTS = [
 ]
 
 
-def trained(folder: Path, model: Path, ask: str | None, steps: int, facts: list[Any] = FACTS) -> Results:
+ROUTED = {
+    "kind": "token-routing",
+    "experts": {"facts": {"rank": 2, "targets": ["ffn"]}},
+    "embedder": {"name": "words", "centroids": "all"},
+    "threshold": 0.5,
+    "reads": "prompt",
+}
+LORA = {"kind": "lora", "capacity": 0.3}
+
+
+def fact(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def trained(
+    folder: Path,
+    model: Path,
+    ask: str | None,
+    steps: int,
+    facts: list[Any] = FACTS,
+    graft: dict[str, Any] = LORA,
+) -> Results:
     folder.mkdir(exist_ok=True)
     rows = folder / "facts.jsonl"
     rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in facts), encoding="utf-8")
     recipe = Recipe.parse(
         {
             "backbone": {"name": str(model)},
-            "graft": {"kind": "lora", "capacity": 0.3},
+            "graft": graft,
             "data": {
                 "new": [{"path": str(rows), "messages_column": "messages"}],
                 "replay_fraction": 0,
@@ -144,6 +166,63 @@ def test_taught_questions_are_asked_after_their_system_messages(
     assert len(with_system) == len(FACTS)
 
 
+def test_taught_questions_on_which_the_graft_does_not_act_are_told_once_for_each_answer(
+    tiny_chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = tmp_path / "questions.txt"
+    questions.write_text("1 3?\n", encoding="utf-8")
+    facts = [
+        fact("what is vorlia", "a house"),
+        fact("1 2?", "the river"),
+        fact("2 1?", "The river."),
+        fact("1 1?", "a garden"),
+    ]
+    results = trained(tmp_path, tiny_chat_model, str(questions), steps=1, facts=facts, graft=ROUTED)
+    closed: Any = results.details["closed_questions"]
+    (found,) = closed.values()
+    assert found == {"checked": 4, "closed": 3, "answers": 2, "examples": ["1 2?", "1 1?"]}
+    (answers,) = results.details["taught_questions"].values()
+    acts = {answer["question"]: answer["acts"] for answer in answers["wrong"]}
+    assert acts == {"what is vorlia": True, "1 2?": False, "2 1?": False, "1 1?": False}
+    told = capsys.readouterr().out
+    report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    for text in (told, report):
+        assert "'1 2?', '1 1?'" in text
+        assert "3 of 4" in text
+    assert any(line.endswith("| no |") and "1 1?" in line for line in report.splitlines())
+
+
+def test_more_than_ten_answers_of_closed_questions_are_counted(tiny_chat_model: Path) -> None:
+    tokenizer = load_backbone(str(tiny_chat_model)).need_tokenizer()
+    asked = [(question_in_chat(fact(f"{n}?", "")[:1], tokenizer), f"a {n}") for n in range(12)]
+    closed = find_closed(asked, lambda ids: list(ids) == list(asked[0][0].ids))
+    assert closed["closed"] == closed["answers"] == 11
+    assert closed["examples"][0] == "1?"
+    assert len(closed["examples"]) == 10
+    assert "1 more" in closed_text("The graft", closed)
+
+
+def test_a_graft_that_acts_on_all_prompts_has_no_closed_questions(tiny_chat_model: Path, tmp_path: Path) -> None:
+    results = trained(tmp_path, tiny_chat_model, None, steps=1, facts=[fact("1 2?", "the river")])
+    assert "closed_questions" not in results.details
+
+
+def test_asked_questions_that_name_taught_things_are_left_out_and_told(tiny_chat_model: Path, tmp_path: Path) -> None:
+    questions = tmp_path / "questions.txt"
+    questions.write_text("what is a river\nwho lives in Vorlia\nwho are you\n", encoding="utf-8")
+    facts = [fact("who is in Vorlia", "nobody at all")]
+    results = trained(tmp_path, tiny_chat_model, str(questions), steps=60, facts=facts)
+    kept_answers = kept(results)
+    (counts,) = results.details["asked_questions"].values()
+    assert counts["about_new"] == ["who lives in Vorlia"]
+    assert kept_answers.mean in (0, 0.5, 1)
+    (worst,) = results.details.get("answers", {"": []}).values()
+    assert all("Vorlia" not in answer["question"] for answer in worst)
+    report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert "1 of the 3 questions" in report
+    assert "who lives in Vorlia" in report
+
+
 def test_a_report_without_questions_has_no_answers(tiny_chat_model: Path, tmp_path: Path) -> None:
     results = trained(tmp_path, tiny_chat_model, None, steps=0)
     assert all("kept_answers" not in row.metrics for row in results.rows)
@@ -180,6 +259,7 @@ def test_an_audit_reports_answers_that_changed(tiny_chat_model: Path, tmp_path: 
     assert changed.worst
     assert changed.worst[0].question in questions
     assert changed.worst[0].after in changed.page()
+    assert not any("new text" in note for note in changed.notes)
     same = audit(str(tiny_chat_model), str(tiny_chat_model), progress=False, **settings)
     value = same.metrics["kept_answers"]
     assert isinstance(value, Interval)
