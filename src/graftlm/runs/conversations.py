@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from graftlm.backbone import Backbone
 from graftlm.data import Document
-from graftlm.data.conflicts import find_conflicts, single_turn
+from graftlm.data.conflicts import Conflict, find_conflicts, single_turn
 from graftlm.errors import shorten
 from graftlm.evaluation.known_answers import find_known
 from graftlm.evaluation.taught_answers import Acts, ClosedQuestions, evenly_spaced, find_closed, taught_questions
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHOWN_CONFLICTS = 3
+_SHOWN_ANSWERS = 8
 _KNOWN_CHECKED = 256
 _CLOSED_CHECKED = 1024
 
 
 def notes_on_conversations(documents: Sequence[Document], backbone: Backbone, *, asks: bool) -> Iterator[str]:
-    """Yield sentences about new conversations: contradictions, and answers that are known.
+    """Yield sentences about new conversations: contradictions, missing values, and answers that are known.
 
     Args:
         documents: the new documents; nothing is said if there are no conversations among them.
@@ -31,13 +32,10 @@ def notes_on_conversations(documents: Sequence[Document], backbone: Backbone, *,
     """
     conflicts = find_conflicts(documents)
     for conflict in conflicts[:_SHOWN_CONFLICTS]:
-        (first, answer), (second, other) = conflict.first, conflict.second
-        yield (
-            f"{first} and {second} answer {shorten(conflict.question)!r} differently: {shorten(answer)!r} and "
-            f"{shorten(other)!r}. Keep one of them."
-        )
+        yield _conflict_text(conflict)
     if len(conflicts) > _SHOWN_CONFLICTS:
         yield f"Questions with different answers in all: {len(conflicts):,}."
+    yield from _notes_on_missing(documents)
     chats = [document for document in documents if document.chat is not None]
     if asks and chats and not any(single_turn(chat) for chat in chats):
         yield "No conversation has exactly one question, so the report will have no taught answers."
@@ -48,6 +46,31 @@ def notes_on_conversations(documents: Sequence[Document], backbone: Backbone, *,
             f"The backbone already gives the answers of {len(known):,} of {len(checked):,} conversations, such as "
             f"{known[0].where}: they teach it nothing."
         )
+
+
+def _conflict_text(conflict: Conflict) -> str:
+    """Return a sentence about all conversations that answer a question differently, of which the first are named."""
+    shown = [f"{shorten(answer)!r} ({where})" for where, answer in conflict.answers[:_SHOWN_ANSWERS]]
+    text = "; ".join(shown)
+    more = len(conflict.answers) - len(shown)
+    if more:
+        text += f"; and {more:,} more conversations with this question"
+    return f"The question {shorten(conflict.question)!r} has different answers, of which one should stay: {text}."
+
+
+def _notes_on_missing(documents: Sequence[Document]) -> Iterator[str]:
+    """Yield a sentence about conversations of which a message is what programs write for a missing value, if any."""
+    missing = [document for document in documents if _has_missing(document)]
+    if missing:
+        yield (
+            f"The number of conversations with NaN as a question or an answer is {len(missing):,}, and they are taught "
+            f"as they are: if it stands for a missing value, leave such rows out. The first is {missing[0].where}."
+        )
+
+
+def _has_missing(document: Document) -> bool:
+    turn = single_turn(document)
+    return turn is not None and any(text.strip().casefold() == "nan" for text in turn)
 
 
 def acts_by_prompt(graft: object) -> Acts | None:

@@ -325,6 +325,7 @@ class GraftRun(TrainingRun):
         closed = closed_questions(graft, documents, evaluator.tokenizer)
         if closed is not None:
             context.log(closed_text("The graft", closed))
+        del documents  # which may be large
         model_class = StatefulModel if self.data.stream else GraftedModel
         grafts = {**earlier, GRAFT_NAME: graft}
         grafted = model_class(
@@ -369,7 +370,7 @@ class GraftRun(TrainingRun):
         has_chats = any(source.messages_column for source in self.data.new)
         if not (has_chats and self.training.has_steps) or any(source.streaming for source in self.data.new):
             return []
-        return list(build_documents(self.data.new))
+        return build_documents(self.data.new)
 
     def _log_start(self, context: RunContext) -> None:
         assert self.graft is not None, "a bare backbone is not trained"
