@@ -257,12 +257,15 @@ def test_asked_questions_that_name_taught_things_are_left_out_and_told(tiny_chat
     assert "who lives in Vorlia" in report
 
 
-def test_phrasings_that_were_held_out_are_scored_as_conversations(tiny_chat_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("graft", [LORA, ROUTED])
+def test_phrasings_that_were_held_out_are_scored_as_conversations(
+    graft: dict[str, Any], tiny_chat_model: Path, tmp_path: Path
+) -> None:
     held_out = tmp_path / "held-out.jsonl"
     messages = fact("and what is vorlia", "a house by the river")
     held_out.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
     overrides = [f"data.test.new=[{{path: {held_out}, messages_column: messages}}]"]
-    results = trained(tmp_path, tiny_chat_model, None, steps=30, overrides=overrides)
+    results = trained(tmp_path, tiny_chat_model, None, steps=30, graft=graft, overrides=overrides)
     (row,) = (row for row in results.rows if "learned" in row.metrics)
     assert value_of(row.metrics["learned"]) > 0.5
 
