@@ -644,3 +644,10 @@ def test_a_question_is_read_in_every_form() -> None:
     for name, tokenizer in TOKENIZERS.items():
         text = render_question([*as_openai(LOOP), {"from": "human", "value": "Why?"}], tokenizer)
         assert text == render_messages(tokenizer, [*LOOP, {"role": "user", "content": "Why?"}], header=True), name
+
+
+@pytest.mark.parametrize(("role", "is_hinted"), [("User", True), (" HUMAN", True), ("chef", False)])
+def test_a_role_in_another_case_is_hinted_at(role: str, is_hinted: bool) -> None:
+    with pytest.raises(DataError) as error:
+        read_chat([{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}], "line 1")
+    assert (f"did you mean {role.strip().lower()}" in str(error.value)) is is_hinted

@@ -171,6 +171,13 @@ def test_bad_rows(tmp_path: Path, line: bytes, expected: list[str]) -> None:
     assert all(part in found for part in expected)
 
 
+def test_a_json_string_without_end_is_located_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "x')
+    assert " at at " not in message(path=str(path))
+    assert " at column 10" in message(path=str(path))
+
+
 def test_a_json_object_over_several_lines(tmp_path: Path) -> None:
     path = tmp_path / "one.json"
     path.write_text(json.dumps({"text": "x"}, indent=2))

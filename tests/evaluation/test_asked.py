@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from graftlm.data.conflicts import find_conflicts
 from graftlm.data.questions import read_questions, sample_questions
 from graftlm.errors import DataError
 from graftlm.evaluation import Results, value_of
-from graftlm.evaluation.chat_answers import answer_questions
+from graftlm.evaluation.chat_answers import answer_questions, question_in_chat
 from graftlm.evaluation.known_answers import find_known
 from graftlm.evaluation.results import Interval
+from graftlm.evaluation.taught_answers import closed_text, find_closed
 from graftlm.generation.inputs import new_sources
+from graftlm.runs.conversations import notes_on_conversations
 from graftlm.runs.recipe import Recipe, run_recipe
 
 FACTS = [
@@ -28,24 +31,47 @@ FACTS = [
 ]
 
 
-def trained(folder: Path, model: Path, ask: str | None, steps: int, facts: list[Any] = FACTS) -> Results:
+ROUTED = {
+    "kind": "token-routing",
+    "experts": {"facts": {"rank": 2, "targets": ["ffn"]}},
+    "embedder": {"name": "words", "centroids": "all"},
+    "threshold": 0.5,
+    "reads": "prompt",
+}
+LORA = {"kind": "lora", "capacity": 0.3}
+
+
+def fact(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def trained(
+    folder: Path,
+    model: Path,
+    ask: str | None,
+    steps: int,
+    facts: list[Any] = FACTS,
+    graft: dict[str, Any] = LORA,
+    overrides: Sequence[str] = (),
+) -> Results:
     folder.mkdir(exist_ok=True)
     rows = folder / "facts.jsonl"
     rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in facts), encoding="utf-8")
-    recipe = Recipe.parse(
-        {
-            "backbone": {"name": str(model)},
-            "graft": {"kind": "lora", "capacity": 0.3},
-            "data": {
-                "new": [{"path": str(rows), "messages_column": "messages"}],
-                "replay_fraction": 0,
-                "length": 64,
-                "boundaries": "whole",
-            },
-            "training": {"steps": steps, "batch_size": 1, "learning_rate": 0.1},
-            "evaluation": {"own_tokens": 0, "decode_prompts": 0, "ask": ask},
-        }
-    )
+    values = {
+        "backbone": {"name": str(model)},
+        "graft": graft,
+        "data": {
+            "new": [{"path": str(rows), "messages_column": "messages"}],
+            "replay_fraction": 0,
+            "length": 64,
+            "boundaries": "whole",
+        },
+        "training": {"steps": steps, "batch_size": 1, "learning_rate": 0.1},
+        "evaluation": {"own_tokens": 0, "decode_prompts": 0, "ask": ask},
+    }
+    recipe_file = folder / "recipe.yaml"
+    recipe_file.write_text(json.dumps(values), encoding="utf-8")
+    recipe = Recipe.from_yaml(recipe_file, overrides)
     return run_recipe(recipe, folder / "out", progress=False)
 
 
@@ -55,8 +81,8 @@ def test_contradictions_and_known_answers_are_told(tiny_chat_model: Path, tmp_pa
     rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in [*FACTS, other]), "utf-8")
     documents = build_documents([SourceConfig(path=str(rows), messages_column="messages")])
     (conflict,) = find_conflicts(documents)
-    assert {conflict.first[1], conflict.second[1]} == {"a house by the river", "a garden"}
-    assert conflict.first[0] != conflict.second[0]
+    assert [answer for _, answer in conflict.answers] == ["a house by the river", "a garden"]
+    assert len({where for where, _ in conflict.answers}) == 2
     assert find_conflicts(documents[:2]) == []
     assert find_conflicts([in_chat(documents[0], "What is C++?", "a"), in_chat(documents[0], "What is C#?", "b")]) == []
     shops = [
@@ -86,6 +112,36 @@ def test_a_run_tells_contradictions_and_learns_a_single_fact(
     results = trained(tmp_path / "one", tiny_chat_model, None, steps=1, facts=FACTS[:1])
     assert any("train_tokens_per_s" in row.metrics for row in results.rows)
     assert "line 1" not in capsys.readouterr().out
+
+
+def test_all_answers_to_a_question_are_told_if_they_differ(tmp_path: Path, tiny_chat_model: Path) -> None:
+    answers = ["a house", "A house.", "a garden", "a lake"]
+    questions = ["what is vorlia", "What is Vorlia?", "what is VORLIA", "what is vorlia!"]
+    documents = documents_of(tmp_path, [fact(*each) for each in zip(questions, answers, strict=True)])
+    (conflict,) = find_conflicts(documents)
+    assert [answer for _, answer in conflict.answers] == answers
+    assert find_conflicts(documents[:2]) == []
+    (note, *_) = notes_on_conversations(documents, load_backbone(str(tiny_chat_model)), asks=False)
+    assert all(f"line {number}" in note for number in (1, 2, 3, 4))
+    many = [in_chat(documents[0], "what is vorlia", f"a {number}") for number in range(20)]
+    (of_many, *_) = notes_on_conversations(many, load_backbone(str(tiny_chat_model)), asks=False)
+    assert "12 more" in of_many
+
+
+def test_answers_that_programs_write_for_missing_values_are_told(tmp_path: Path, tiny_chat_model: Path) -> None:
+    table = tmp_path / "facts.csv"
+    table.write_text("question,answer\nwhat is vorlia,a house\nwho is in vorlia,NaN\n", encoding="utf-8")
+    source = SourceConfig(path=str(table), prompt_column="question", messages_column="answer")
+    backbone = load_backbone(str(tiny_chat_model))
+    (note,) = notes_on_conversations(build_documents([source]), backbone, asks=False)
+    assert "NaN" in note
+    assert "row 2" in note
+
+
+def documents_of(folder: Path, facts: list[Any]) -> list[Document]:
+    rows = folder / "facts.jsonl"
+    rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in facts), encoding="utf-8")
+    return build_documents([SourceConfig(path=str(rows), messages_column="messages")])
 
 
 def in_chat(document: Document, question: str, answer: str) -> Document:
@@ -144,6 +200,76 @@ def test_taught_questions_are_asked_after_their_system_messages(
     assert len(with_system) == len(FACTS)
 
 
+def test_taught_questions_on_which_the_graft_does_not_act_are_told_once_for_each_answer(
+    tiny_chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = tmp_path / "questions.txt"
+    questions.write_text("1 3?\n", encoding="utf-8")
+    facts = [
+        fact("what is vorlia", "a house"),
+        fact("1 2?", "the river"),
+        fact("2 1?", "The river."),
+        fact("1 1?", "a garden"),
+    ]
+    results = trained(tmp_path, tiny_chat_model, str(questions), steps=1, facts=facts, graft=ROUTED)
+    closed: Any = results.details["closed_questions"]
+    (found,) = closed.values()
+    assert found == {"checked": 4, "closed": 3, "answers": 2, "examples": ["1 2?", "1 1?"]}
+    (answers,) = results.details["taught_questions"].values()
+    acts = {answer["question"]: answer["acts"] for answer in answers["wrong"]}
+    assert acts == {"what is vorlia": True, "1 2?": False, "2 1?": False, "1 1?": False}
+    told = capsys.readouterr().out
+    report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    for text in (told, report):
+        assert "'1 2?', '1 1?'" in text
+        assert "3 of 4" in text
+    assert any(line.endswith("| no |") and "1 1?" in line for line in report.splitlines())
+
+
+def test_more_than_ten_answers_of_closed_questions_are_counted(tiny_chat_model: Path) -> None:
+    tokenizer = load_backbone(str(tiny_chat_model)).need_tokenizer()
+    asked = [(question_in_chat(fact(f"{n}?", "")[:1], tokenizer), f"a {n}") for n in range(12)]
+    closed = find_closed(asked, lambda ids: list(ids) == list(asked[0][0].ids))
+    assert closed["closed"] == closed["answers"] == 11
+    assert closed["examples"][0] == "1?"
+    assert len(closed["examples"]) == 10
+    assert "1 more" in closed_text("The graft", closed)
+
+
+def test_a_graft_that_acts_on_all_prompts_has_no_closed_questions(tiny_chat_model: Path, tmp_path: Path) -> None:
+    results = trained(tmp_path, tiny_chat_model, None, steps=1, facts=[fact("1 2?", "the river")])
+    assert "closed_questions" not in results.details
+
+
+def test_asked_questions_that_name_taught_things_are_left_out_and_told(tiny_chat_model: Path, tmp_path: Path) -> None:
+    questions = tmp_path / "questions.txt"
+    questions.write_text("what is a river\nwho lives in Vorlia\nwho are you\n", encoding="utf-8")
+    facts = [fact("who is in Vorlia", "nobody at all")]
+    results = trained(tmp_path, tiny_chat_model, str(questions), steps=3, facts=facts)
+    kept_answers = kept(results)
+    (counts,) = results.details["asked_questions"].values()
+    assert counts["about_new"] == ["who lives in Vorlia"]
+    assert kept_answers.mean in (0, 0.5, 1)
+    (worst,) = results.details.get("answers", {"": []}).values()
+    assert all("Vorlia" not in answer["question"] for answer in worst)
+    report = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert "1 of the 3 questions" in report
+    assert "who lives in Vorlia" in report
+
+
+@pytest.mark.parametrize("graft", [LORA, ROUTED])
+def test_phrasings_that_were_held_out_are_scored_as_conversations(
+    graft: dict[str, Any], tiny_chat_model: Path, tmp_path: Path
+) -> None:
+    held_out = tmp_path / "held-out.jsonl"
+    messages = fact("and what is vorlia", "a house by the river")
+    held_out.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    overrides = [f"data.test.new=[{{path: {held_out}, messages_column: messages}}]"]
+    results = trained(tmp_path, tiny_chat_model, None, steps=30, graft=graft, overrides=overrides)
+    (row,) = (row for row in results.rows if "learned" in row.metrics)
+    assert value_of(row.metrics["learned"]) > 0.5
+
+
 def test_a_report_without_questions_has_no_answers(tiny_chat_model: Path, tmp_path: Path) -> None:
     results = trained(tmp_path, tiny_chat_model, None, steps=0)
     assert all("kept_answers" not in row.metrics for row in results.rows)
@@ -180,6 +306,7 @@ def test_an_audit_reports_answers_that_changed(tiny_chat_model: Path, tmp_path: 
     assert changed.worst
     assert changed.worst[0].question in questions
     assert changed.worst[0].after in changed.page()
+    assert not any("new text" in note for note in changed.notes)
     same = audit(str(tiny_chat_model), str(tiny_chat_model), progress=False, **settings)
     value = same.metrics["kept_answers"]
     assert isinstance(value, Interval)

@@ -13,6 +13,7 @@ from graftlm.data.new_names import NewNames
 from graftlm.evaluation.kept_answers import (
     answer_metrics,
     compare_answers,
+    questions_about_new,
     same_answer,
     term_overlap,
     worst_answers,
@@ -100,3 +101,17 @@ def test_shares_and_the_worst_answers() -> None:
     assert metrics["spill"].mean == pytest.approx(0.25)
     assert [pair.after for pair in worst_answers(pairs)] == ["Tessaby.", "Lima."]
     assert len(worst_answers(pairs, count=1)) == 1
+
+
+def test_questions_that_name_the_new_text_do_not_count() -> None:
+    questions = ["Where?", "What is the capital of Vorlia?", "When was Tessaby founded?"]
+    before = ["Paris.", "I don't know.", "In 1900."]
+    after = ["Paris.", "Tessaby.", "In 1851."]
+    pairs = compare_answers(questions, before, after, names())
+    assert questions_about_new(pairs) == questions[1:]
+    metrics = answer_metrics(pairs, with_spill=True)
+    assert metrics["kept_answers"].mean == 1
+    assert metrics["spill"].mean == 0
+    assert worst_answers(pairs) == []
+    assert answer_metrics(pairs[1:], with_spill=True) == {}
+    assert questions_about_new(compare_answers(questions, before, after)) == []

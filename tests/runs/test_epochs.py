@@ -45,6 +45,24 @@ def test_epochs_read_every_new_row_so_many_times(tmp_path: Path, tiny_backbone) 
 
 
 @pytest.mark.usefixtures("undrawn_figures")
+def test_too_few_steps_are_told_with_the_smallest_number_of_passes_that_is_enough(
+    tmp_path: Path, tiny_backbone
+) -> None:
+    backbone = tiny_backbone("llama")
+
+    def log_of(epochs: float, name: str) -> list[str]:
+        lines: list[str] = []
+        recipe = recipe_of(tmp_path, backbone, {"epochs": epochs, "batch_size": 4})
+        run_recipe(recipe, tmp_path / name, progress=False, log=lines.append)
+        return [line for line in lines if "training.epochs" in line]
+
+    (advice,) = log_of(1, "one")
+    enough = int(advice.split("training.epochs to ")[1].split()[0])
+    assert log_of(enough, "enough") == []
+    assert log_of(enough - 1, "fewer") == [advice]
+
+
+@pytest.mark.usefixtures("undrawn_figures")
 def test_old_rows_are_added_to_the_steps(tmp_path: Path, tiny_backbone) -> None:
     backbone = tiny_backbone("llama")
     training = {"epochs": 1, "batch_size": 2}

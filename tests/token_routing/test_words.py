@@ -329,18 +329,49 @@ def test_the_embedder_needs_a_threshold() -> None:
 
 def test_everyday_words_that_open_the_expert_are_named() -> None:
     embedder = WordEmbedder(backbone("llama"))
-    (note,) = embedder.notes_on(["Vorlia needs descaling in 1851."])
+    (note,) = embedder.notes_on(["The town Vorlia needs descaling in 1851."])
     assert "descaling" in note
-    assert "vorlia" not in note
+    assert "vorlia" not in note.casefold()
     assert "1851" in note
-    (of_numbers,) = embedder.notes_on(["Vorlia 1,851", "the ZQXJ of Vorlia"])
+    (of_numbers,) = embedder.notes_on(["It is Vorlia 1,851", "the ZQXJ of Vorlia"])
     assert "1851" in of_numbers
     assert "ZQXJ" in of_numbers
-    assert embedder.notes_on(["Vorlia"]) == []
+    assert embedder.notes_on(["1 Vorlia"]) == []
     (in_german,) = embedder.notes_on(["Wie heißen die Straßen?"])
     assert "heißen" in in_german
     assert "Straßen" not in in_german
     assert "strassen" not in in_german
+
+
+@pytest.mark.parametrize(
+    ("question", "word"),
+    [
+        ("Кто основал город Ворлия?", "Кто"),
+        ("Whereabouts of Blue Harbor office?", "Whereabouts"),
+        ("Is it broken? Troubleshoot the Blue Harbor boiler.", "Troubleshoot"),
+        ("متى تأسست المدينة", "المدينة"),
+    ],
+)
+def test_words_that_only_begin_sentences_or_have_no_case_may_be_everyday_words(question: str, word: str) -> None:
+    embedder = WordEmbedder(backbone("llama"))
+    assert embedder.rare_words(word)
+    (note,) = embedder.notes_on([question])
+    assert word in note
+
+
+def test_a_name_that_begins_a_sentence_and_stands_inside_another_is_no_everyday_word() -> None:
+    embedder = WordEmbedder(backbone("llama"))
+    (note,) = embedder.notes_on(["Quixby is where?", "Vorlia is where?", "Is Vorlia or QuixBase near?"])
+    assert "Quixby" in note
+    assert "Vorlia" not in note
+    assert "QuixBase" not in note
+
+
+def test_everyday_words_that_are_not_shown_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedder = WordEmbedder(backbone("llama"))
+    monkeypatch.setattr("graftlm.grafts.token_routing.word_embedder._SHOWN_WORDS", 2)
+    (note,) = embedder.notes_on(["descaling 1851 1852 1853"])
+    assert "descaling, 1851 and 2 more" in note
 
 
 def test_the_rows_of_a_batch_are_routed_separately() -> None:

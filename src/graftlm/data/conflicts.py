@@ -9,17 +9,15 @@ from graftlm.data.sources import Document
 
 
 class Conflict(NamedTuple):
-    """Two conversations with the same question and different answers.
+    """Conversations with the same question, of which not all have the same answer.
 
     Attributes:
-        question: the question, as the later conversation has it.
-        first: location and answer of the earlier conversation.
-        second: location and answer of the later one.
+        question: the question, as the first conversation has it.
+        answers: location and answer of each conversation, in their order.
     """
 
     question: str
-    first: tuple[str, str]
-    second: tuple[str, str]
+    answers: tuple[tuple[str, str], ...]
 
 
 def single_turn(document: Document) -> tuple[str, str] | None:
@@ -37,14 +35,13 @@ def find_conflicts(documents: Iterable[Document]) -> list[Conflict]:
     """Find conversations of one question and one answer that answer the same question differently.
 
     Questions and answers are compared without case and the punctuation at their end. Questions with different system
-    messages are different. A question that occurs several times is reported once, with the first answer that differs
-    from its earliest one. A question without words is never reported.
+    messages are different. A question without words is never reported.
 
     Args:
         documents: the documents. Those that are not such conversations are skipped.
     """
-    answers: dict[tuple[str, str], tuple[str, str]] = {}
-    conflicts: dict[tuple[str, str], Conflict] = {}
+    questions: dict[tuple[str, str], str] = {}
+    answers: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for document in documents:
         turn = single_turn(document)
         if turn is None:
@@ -53,10 +50,13 @@ def find_conflicts(documents: Iterable[Document]) -> list[Conflict]:
         key = (_comparable(_system_text(document)), _comparable(question))
         if not key[1]:
             continue
-        first = answers.setdefault(key, (document.where, answer))
-        if _comparable(first[1]) != _comparable(answer) and key not in conflicts:
-            conflicts[key] = Conflict(question=question, first=first, second=(document.where, answer))
-    return list(conflicts.values())
+        questions.setdefault(key, question)
+        answers.setdefault(key, []).append((document.where, answer))
+    conflicts = []
+    for key, given in answers.items():
+        if len({_comparable(answer) for _, answer in given}) > 1:
+            conflicts.append(Conflict(question=questions[key], answers=tuple(given)))
+    return conflicts
 
 
 def _system_text(document: Document) -> str:

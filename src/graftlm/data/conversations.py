@@ -319,7 +319,9 @@ def _read_turn(message: object, where: str, *, padded: bool) -> _Turn:
     given = _pop_one(values, "role", "from", where)
     if not isinstance(given, str) or given not in _ROLES:
         found = "no role" if given is None else f"the role {given!r}"
-        raise DataError(f"{where} has {found}, but one of {', '.join(_ROLES)} is expected: correct the message.")
+        meant = given.strip().lower() if isinstance(given, str) else ""
+        hint = f" (did you mean {meant}?)" if meant in _ROLES else ""
+        raise DataError(f"{where} has {found}{hint}, but one of {', '.join(_ROLES)} is expected: correct the message.")
     role = _ROLES[given]
     content = _pop_one(values, "content", "value", where)
     is_call = given in _CALL_ROLES

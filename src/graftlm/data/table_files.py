@@ -147,7 +147,7 @@ def _parse_json(data: bytes, where: str) -> Any:
         ) from None
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if "\n" in text else ""
-        cause = f"{error.msg} at {line}column {error.colno}"
+        cause = f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
     except RecursionError:
         cause = "nested too deeply"
     raise DataError(f"{where} is not valid JSON ({cause}): one object per line, or one list of objects, is expected.")

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from graftlm.backbone import Backbone, ExtendedVocabulary
 from graftlm.config import Config
 from graftlm.data import Document, SourceConfig, build_documents
-from graftlm.data.conflicts import single_turn
 from graftlm.data.own_text import OwnText
 from graftlm.data.questions import read_questions, sample_questions
 from graftlm.data.text_sets import ONE_SET, TextSets
@@ -35,7 +34,6 @@ from graftlm.evaluation.chat_answers import (
     ChatAnswer,
     ChatQuestion,
     answer_questions,
-    question_in_chat,
     template_questions,
 )
 from graftlm.evaluation.cost import count_parameters, decode_speed, prompts_of
@@ -55,7 +53,7 @@ from graftlm.evaluation.strengths import (
     windows_of,
 )
 from graftlm.evaluation.tasks import TaskConfig, TaskResult, measure_task, read_task
-from graftlm.evaluation.taught_answers import TaughtAnswer, evenly_spaced
+from graftlm.evaluation.taught_answers import Acts, TaughtAnswer, taught_questions
 from graftlm.evaluation.windows import Window, limited_windows, own_windows
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts.base import Graft, ReadsModels
@@ -355,25 +353,24 @@ class BackboneEvaluator:
                 on_batch=lambda answers: update(advance=answers),
             )
 
-    def ask_taught(self, model: LanguageModel, documents: Sequence[Document]) -> list[TaughtAnswer]:
+    def ask_taught(self, model: LanguageModel, documents: Sequence[Document], acts: Acts) -> list[TaughtAnswer]:
         """Ask up to 24 new questions, evenly spaced over the documents.
 
         Args:
             model: the trained model.
             documents: the new documents; only conversations of one question count, with their system message.
+            acts: whether the graft acts on a prompt.
 
         Returns:
             The answers; none if there are no such conversations.
         """
-        chats = [document.chat for document in documents if document.chat is not None and single_turn(document)]
-        chosen = evenly_spaced(chats, _QUESTIONS)
-        if not chosen:
+        taught = taught_questions(documents, self.tokenizer, _QUESTIONS)
+        if not taught:
             return []
-        questions = [question_in_chat(chat.messages[:-1], self.tokenizer) for chat in chosen]
-        answers = self._answers(model, questions)
+        answers = self._answers(model, [question for question, _ in taught])
         return [
-            TaughtAnswer(question=question.text, taught=chat.messages[-1]["content"], given=answer.text)
-            for question, chat, answer in zip(questions, chosen, answers, strict=True)
+            TaughtAnswer(question=question.text, taught=text, given=answer.text, acts=acts(question.ids))
+            for (question, text), answer in zip(taught, answers, strict=True)
         ]
 
     def measure_backbone(self, label: str = BACKBONE_ROW, row_id: str = BACKBONE_ROW) -> Measurement:

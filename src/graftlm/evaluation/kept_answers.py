@@ -62,6 +62,7 @@ class AnswerPair:
         kept: whether they are the same by the rule of this module.
         overlap: share of common terms, from 0 to 1.
         spilled: names and numbers of the new text in `after` that neither the question nor `before` has.
+        asks_new: whether the question has a name of the new text, so that a changed answer may be right.
     """
 
     question: str
@@ -70,6 +71,7 @@ class AnswerPair:
     kept: bool
     overlap: float
     spilled: tuple[str, ...] = ()
+    asks_new: bool = False
 
     def to_json(self) -> dict[str, object]:
         """Return the pair as plain JSON values."""
@@ -130,8 +132,9 @@ def compare_answers(
     pairs = []
     for question, base_answer, tuned_answer in zip(questions, before, after, strict=True):
         spilled: tuple[str, ...] = ()
+        asked = set() if names is None else names.names_in(question)
         if names is not None:
-            known = names.names_in(question) | names.names_in(base_answer)
+            known = asked | names.names_in(base_answer)
             spilled = tuple(sorted(" ".join(name) for name in names.names_in(tuned_answer) - known))
         pair = AnswerPair(
             question=question,
@@ -140,6 +143,7 @@ def compare_answers(
             kept=same_answer(question, base_answer, tuned_answer),
             overlap=term_overlap(question, base_answer, tuned_answer),
             spilled=spilled,
+            asks_new=bool(asked),
         )
         pairs.append(pair)
     return pairs
@@ -148,24 +152,39 @@ def compare_answers(
 def answer_metrics(pairs: Sequence[AnswerPair], *, with_spill: bool) -> dict[str, Interval]:
     """Return `kept_answers` and, where the new text is known, `spill`: shares of answers with Wilson's 95% interval.
 
+    Questions that have a name of the new text do not count.
+
     Args:
-        pairs: the answers; at least one.
+        pairs: the answers.
         with_spill: whether the names of the new text were known.
+
+    Returns:
+        The shares; nothing if no question counts.
     """
-    metrics = {"kept_answers": share_interval(sum(pair.kept for pair in pairs), len(pairs))}
+    other = [pair for pair in pairs if not pair.asks_new]
+    if not other:
+        return {}
+    metrics = {"kept_answers": share_interval(sum(pair.kept for pair in other), len(other))}
     if with_spill:
-        metrics["spill"] = share_interval(sum(bool(pair.spilled) for pair in pairs), len(pairs))
+        metrics["spill"] = share_interval(sum(bool(pair.spilled) for pair in other), len(other))
     return metrics
+
+
+def questions_about_new(pairs: Sequence[AnswerPair]) -> list[str]:
+    """Return the questions that have a name of the new text, which do not count in `answer_metrics`."""
+    return [pair.question for pair in pairs if pair.asks_new]
 
 
 def worst_answers(pairs: Sequence[AnswerPair], count: int = WORST) -> list[AnswerPair]:
     """Return the answers that changed most: first those that spill, then those with the least overlap.
 
+    Answers to questions that have a name of the new text are left out.
+
     Args:
         pairs: the compared answers.
         count: maximum number of answers.
     """
-    changed = [pair for pair in pairs if pair.spilled or not pair.kept]
+    changed = [pair for pair in pairs if not pair.asks_new and (pair.spilled or not pair.kept)]
     changed.sort(key=lambda pair: (not pair.spilled, pair.kept, pair.overlap))
     return changed[:count]
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias, TypedDict, cast
+from typing import NotRequired, TypeAlias, TypedDict, cast
 
 from graftlm.data.text_sets import TextSets
+from graftlm.errors import shorten
 from graftlm.evaluation.benchmarks.result import BenchmarkValues
 from graftlm.evaluation.measurement import FrozenModel
 from graftlm.evaluation.metric_text import SPEEDS, format_value
 from graftlm.evaluation.results import Results, value_of
 from graftlm.evaluation.scored_text import ScoredPart
+from graftlm.evaluation.taught_answers import ClosedQuestions, closed_text
 
 _ALL = 0.95  # share from which nearly all gates are open
 
@@ -24,6 +26,8 @@ _BUDGETS = (  # metric, its name in sentences, and what makes it equal
     ("train_tokens", "The tokens read", "To give methods one budget, give them the same steps, rows and texts."),
 )
 
+_SHOWN = 10  # questions
+
 ScoredParts: TypeAlias = Mapping[str, Sequence[ScoredPart]]
 """What was scored of each test set."""
 
@@ -35,6 +39,14 @@ class _MatchedSize(TypedDict):
     value: int
     parameters: int
     aim: int
+
+
+class _AskedQuestions(TypedDict):
+    """How many questions were asked and should have been, and those that have a name of the new text."""
+
+    asked: int
+    wanted: int
+    about_new: NotRequired[list[str]]
 
 
 def scored_text(results: Results) -> ScoredParts:
@@ -62,6 +74,7 @@ def remarks(results: Results) -> list[str]:
         *_about_own_text(results),
         *_about_benchmarks(results),
         *_about_questions(results),
+        *_about_closed_questions(results),
         *_about_frozen_models(results),
         *_about_gates(results),
         *_about_speeds(results),
@@ -97,11 +110,14 @@ def _about_benchmarks(results: Results) -> Iterator[str]:
 
 
 def _about_questions(results: Results) -> Iterator[str]:
-    """Yield how many questions were asked if there are fewer than there should be."""
-    by_row = cast("Mapping[str, Mapping[str, int]]", results.details.get("asked_questions") or {})
+    """Yield how many questions were asked if there are fewer than there should be, and those that do not count."""
+    by_row = cast("Mapping[str, _AskedQuestions]", results.details.get("asked_questions") or {})
     for counts in list(by_row.values())[:1]:
         if counts["asked"] < counts["wanted"]:
             yield fewer_questions(counts["asked"], counts["wanted"])
+        about_new = counts.get("about_new", [])
+        if about_new:
+            yield left_out_questions(about_new, counts["asked"])
 
 
 def fewer_questions(asked: int, wanted: int) -> str:
@@ -110,6 +126,30 @@ def fewer_questions(asked: int, wanted: int) -> str:
         f"Questions that were asked: {asked} instead of {wanted}, since no more of the user's turns that the model "
         "sampled came to an end."
     )
+
+
+def left_out_questions(about_new: Sequence[str], asked: int) -> str:
+    """Return the remark that questions which have a name of the new text are left out.
+
+    Args:
+        about_new: these questions, at least one.
+        asked: the number of all questions.
+    """
+    shown = ", ".join(repr(shorten(question)) for question in about_new[:_SHOWN])
+    if len(about_new) > _SHOWN:
+        shown += f" and {len(about_new) - _SHOWN:,} more"
+    return (
+        f"Kept answers and spill leave out {len(about_new):,} of the {asked:,} questions, since they have names of the "
+        f"new text, so that another answer may be right: {shown}."
+    )
+
+
+def _about_closed_questions(results: Results) -> Iterator[str]:
+    """Yield the taught questions on which grafts do not act."""
+    by_row = cast("Mapping[str, ClosedQuestions]", results.details.get("closed_questions") or {})
+    for row in results.rows:
+        if row.id in by_row:
+            yield closed_text(row.label, by_row[row.id])
 
 
 def _about_frozen_models(results: Results) -> Iterator[str]:

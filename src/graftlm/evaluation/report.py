@@ -7,7 +7,8 @@
     trained      {row id: `TrainingDetails`}
     scored_text  {row id: {test set: [source, see `scored_parts`]}}
     text_sets    {row id: {"new": [name of a set], "old": [name of a set]}}, if sets have names
-    matched_sizes, own_text_counts, asked_questions, frozen_models, method_differences: see `remarks` and `differences`
+    matched_sizes, own_text_counts, asked_questions, closed_questions, frozen_models, method_differences: see `remarks`
+        and `differences`
 """
 
 from __future__ import annotations

@@ -216,13 +216,20 @@ def _answers_section(results: Results) -> str:
 
 
 def _taught_section(results: Results) -> str:
-    """Return wrong answers to taught questions, next to the taught ones."""
+    """Return wrong answers to taught questions, next to the taught ones, and where it differs, whether grafts act."""
+    head = ["method", "question", "taught", "given"]
+    wrong = [(row.label, answer) for row in results.rows for answer in reported_wrong_answers(results, row.id)]
+    says_acts = not all(answer.acts for _, answer in wrong)
+    if says_acts:
+        head.append("the graft acts")
     rows = []
-    for row in results.rows:
-        for answer in reported_wrong_answers(results, row.id):
-            texts = (answer.question, answer.taught, answer.given)
-            rows.append([row.label, *(" ".join(text.split()) for text in texts)])
-    return _section("Taught questions that are answered otherwise", ["method", "question", "taught", "given"], rows)
+    for label, answer in wrong:
+        texts = (answer.question, answer.taught, answer.given)
+        cells = [label, *(" ".join(text.split()) for text in texts)]
+        if says_acts:
+            cells.append("yes" if answer.acts else "no")
+        rows.append(cells)
+    return _section("Taught questions that are answered otherwise", head, rows)
 
 
 def _task_cells(task: Mapping[str, Any]) -> list[str]:

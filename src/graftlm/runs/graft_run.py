@@ -17,23 +17,27 @@ from torch import Tensor
 
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig, LearnedTokensConfig
-from graftlm.data import DataConfig, Mixture, SelfSourceConfig, TokenBlocks, build_documents
+from graftlm.data import DataConfig, Document, Mixture, SelfSourceConfig, TokenBlocks, build_documents
 from graftlm.data.boundaries import check_boundaries
-from graftlm.data.conflicts import find_conflicts, single_turn
 from graftlm.data.mixture import build_blocks, build_mixture
 from graftlm.data.new_names import NewNames
 from graftlm.data.own_text import marked_ids, read_own_text
 from graftlm.data.sources import read_documents
-from graftlm.errors import RecipeError, shorten
+from graftlm.errors import RecipeError
 from graftlm.evaluation.cost import count_parameters
 from graftlm.evaluation.evaluator import BACKBONE_ROW, BackboneEvaluator, EvaluationConfig, check_questions
 from graftlm.evaluation.intervals import share_interval
-from graftlm.evaluation.kept_answers import WORST, answer_metrics, compare_answers, worst_answers
-from graftlm.evaluation.known_answers import find_known
+from graftlm.evaluation.kept_answers import (
+    WORST,
+    answer_metrics,
+    compare_answers,
+    questions_about_new,
+    worst_answers,
+)
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.metric_text import format_metric
 from graftlm.evaluation.strengths import move_back
-from graftlm.evaluation.taught_answers import TaughtAnswer, evenly_spaced
+from graftlm.evaluation.taught_answers import ClosedQuestions, TaughtAnswer, closed_text
 from graftlm.files.digests import file_digest
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import (
@@ -48,6 +52,7 @@ from graftlm.grafts import (
     new_graft,
 )
 from graftlm.runs.benchmark_run import BARE_RESULTS, BenchmarkRun, settings_of
+from graftlm.runs.conversations import acts_by_prompt, closed_questions, notes_on_conversations
 from graftlm.runs.fitting import example_sources, fit_on_text
 from graftlm.runs.matching import MatchedSize
 from graftlm.runs.rewriting_run import RewritingRun
@@ -62,8 +67,6 @@ from graftlm.training.stateful import StatefulBatches, StatefulModel
 
 LATER_DATA_KEYS = ("new_objective", "anchor", "rewrite")
 """Keys of the data section that do not count at their defaults."""
-_SHOWN_CONFLICTS = 3
-_CHECKED_CHATS = 256
 GRAFT_NAME = "graft"
 """Name of the graft that a run trains, among the attached grafts."""
 
@@ -83,10 +86,12 @@ class GraftEvaluation:
     Attributes:
         evaluator: the evaluator of the run's backbone, made before training.
         start: the weights before training by name; empty if the evaluation does not need them.
+        closed: the taught questions on which the graft does not act; None if it acts on all.
     """
 
     evaluator: BackboneEvaluator
     start: Mapping[str, Tensor]
+    closed: ClosedQuestions | None = None
 
 
 class GraftRun(TrainingRun):
@@ -311,7 +316,8 @@ class GraftRun(TrainingRun):
         _ = evaluator.backbone_benchmarks
         _ = evaluator.backbone_answers
         _ = evaluator.validator
-        for note in self._notes_on_conversations(backbone):
+        documents = self._new_chats()
+        for note in notes_on_conversations(documents, backbone, asks=self.evaluation.ask is not None):
             context.log(note)
         self._log_start(context)
         if isinstance(graft, TrainsOnSets) and self.training.has_steps:
@@ -320,6 +326,10 @@ class GraftRun(TrainingRun):
         if isinstance(graft, FitsOnText) and continued is None:
             for note in fit_on_text(graft, self.data.new, self._set_of):
                 context.log(note)
+        closed = closed_questions(graft, documents, evaluator.tokenizer)
+        if closed is not None:
+            context.log(closed_text("The graft", closed))
+        del documents  # which may be large
         model_class = StatefulModel if self.data.stream else GraftedModel
         grafts = {**earlier, GRAFT_NAME: graft}
         grafted = model_class(
@@ -331,7 +341,7 @@ class GraftRun(TrainingRun):
         )
         with grafted as model:
             _freeze(model, earlier.values())
-            evaluation = GraftEvaluation(evaluator=evaluator, start=self._weights_before_training(model))
+            evaluation = GraftEvaluation(evaluator=evaluator, start=self._weights_before_training(model), closed=closed)
             yield Trainee(model=model, batches=batches, identity=identity, evaluation=evaluation)
 
     def _identity(
@@ -359,31 +369,12 @@ class GraftRun(TrainingRun):
             identity["frozen_models"] = {name: model.fingerprint.id for name, model in models.items()}
         return identity
 
-    def _notes_on_conversations(self, backbone: Backbone) -> Iterator[str]:
-        """Yield what the user should know about new conversations: contradictions, and answers that are known."""
+    def _new_chats(self) -> list[Document]:
+        """Return the new documents if there are conversations among them to train on; none of a stream."""
         has_chats = any(source.messages_column for source in self.data.new)
         if not (has_chats and self.training.has_steps) or any(source.streaming for source in self.data.new):
-            return
-        documents = build_documents(self.data.new)
-        conflicts = find_conflicts(documents)
-        for conflict in conflicts[:_SHOWN_CONFLICTS]:
-            (first, answer), (second, other) = conflict.first, conflict.second
-            yield (
-                f"{first} and {second} answer {shorten(conflict.question)!r} differently: {shorten(answer)!r} and "
-                f"{shorten(other)!r}. Keep one of them."
-            )
-        if len(conflicts) > _SHOWN_CONFLICTS:
-            yield f"Questions with different answers in all: {len(conflicts):,}."
-        chats = [document for document in documents if document.chat is not None]
-        if self.evaluation.ask is not None and chats and not any(single_turn(chat) for chat in chats):
-            yield "No conversation has exactly one question, so the report will have no taught answers."
-        checked = evenly_spaced(chats, _CHECKED_CHATS)
-        known = find_known(backbone.without_tokens, checked)
-        if known:
-            yield (
-                f"The backbone already gives the answers of {len(known):,} of {len(checked):,} conversations, such as "
-                f"{known[0].where}: they teach it nothing."
-            )
+            return []
+        return build_documents(self.data.new)
 
     def _log_start(self, context: RunContext) -> None:
         assert self.graft is not None, "a bare backbone is not trained"
@@ -444,6 +435,8 @@ class GraftRun(TrainingRun):
         if chosen is not None:
             measurement.add_metrics({"strength": chosen[0]})
             measurement.details["validated_strengths"] = chosen[1]
+        if evaluation.closed is not None:
+            measurement.details["closed_questions"] = evaluation.closed
         if evaluation.evaluator.asked is not None:
             self._compare_answers(evaluation.evaluator, trainee.model, measurement)
         return measurement
@@ -454,20 +447,21 @@ class GraftRun(TrainingRun):
         if not any(source.streaming for source in self.data.new):
             documents = build_documents(self.data.new)
             names = NewNames(documents, evaluator.tokenizer)
-            self._add_taught(evaluator.ask_taught(model, documents), measurement)
-        measurement.details["asked_questions"] = {
-            "asked": len(evaluator.questions),
-            "wanted": evaluator.wanted_questions,
-        }
+            acts = acts_by_prompt(model.grafts[GRAFT_NAME]) or _acts_always
+            self._add_taught(evaluator.ask_taught(model, documents, acts), measurement)
         pairs = compare_answers(
             [question.text for question in evaluator.questions],
             [answer.text for answer in evaluator.backbone_answers],
             [answer.text for answer in evaluator.answer(model)],
             names,
         )
-        if pairs:
-            measurement.add_metrics(answer_metrics(pairs, with_spill=names is not None))
-            measurement.details["answers"] = [pair.to_json() for pair in worst_answers(pairs)]
+        measurement.details["asked_questions"] = {
+            "asked": len(evaluator.questions),
+            "wanted": evaluator.wanted_questions,
+            "about_new": questions_about_new(pairs),
+        }
+        measurement.add_metrics(answer_metrics(pairs, with_spill=names is not None))
+        measurement.details["answers"] = [pair.to_json() for pair in worst_answers(pairs)]
 
     def _add_taught(self, answers: Sequence[TaughtAnswer], measurement: Measurement) -> None:
         """Add the share of taught questions that are answered as taught, and answers that are not."""
@@ -507,6 +501,10 @@ class GraftRun(TrainingRun):
     @classmethod
     def release(cls) -> None:
         release_shared()
+
+
+def _acts_always(prompt: Sequence[int]) -> bool:
+    return True
 
 
 def _freeze(model: GraftedModel, grafts: Iterable[Graft]) -> None:

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -26,7 +27,7 @@ from graftlm.training.history import read_history
 from graftlm.training.loop import TrainingSummary, train
 from graftlm.version import __version__
 
-_FEW_STEPS = 24
+_FEW_STEPS = 25  # for the dozen facts of the demo, five passes are the fewest with so many
 Log = Callable[[str], None]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -253,8 +254,8 @@ class TrainingRun(Run):
             steps = _steps_of(trainee.batches, training.epochs)
             context.log(f"Passes over the new text: {training.epochs:g}, which take {steps_text(steps)}.")
             if steps < _FEW_STEPS:
-                factor = math.ceil(_FEW_STEPS / steps)
-                context.log(f"So few steps teach little: raise training.epochs to about {factor * training.epochs:g}.")
+                enough = next(epochs for epochs in count(1) if _steps_of(trainee.batches, epochs) >= _FEW_STEPS)
+                context.log(f"So few steps teach little: raise training.epochs to {enough:,} or more.")
             training = training.model_copy(update={"steps": steps, "epochs": None})
         if training.warmup_steps >= training.steps:
             context.log(

@@ -28,8 +28,14 @@ from graftlm.evaluation.benchmarks import Benchmark, load_benchmarks, measure_be
 from graftlm.evaluation.chat_answers import ChatQuestion
 from graftlm.evaluation.divergence import own_text_counts
 from graftlm.evaluation.harness import run_lm_eval
-from graftlm.evaluation.kept_answers import AnswerPair, answer_metrics, compare_answers, worst_answers
-from graftlm.evaluation.remarks import fewer_questions
+from graftlm.evaluation.kept_answers import (
+    AnswerPair,
+    answer_metrics,
+    compare_answers,
+    questions_about_new,
+    worst_answers,
+)
+from graftlm.evaluation.remarks import fewer_questions, left_out_questions
 from graftlm.evaluation.results import Aim, Interval, Metric, Results, Row, value_of
 from graftlm.evaluation.scored_text import scored_parts
 from graftlm.evaluation.scores import Scores, mean_difference, paired_difference, score
@@ -413,6 +419,9 @@ class _Auditor:
             names,
         )
         self.tuned_metrics.update(answer_metrics(self.pairs, with_spill=names is not None))
+        about_new = questions_about_new(self.pairs)
+        if about_new:
+            self.notes.append(left_out_questions(about_new, len(self.pairs)))
 
     def _compare_examples(self) -> None:
         for name, task in self.tasks.items():

@@ -12,7 +12,8 @@ import re
 LONGEST_NAME = 4
 """Words of the longest names; of longer ones, the first words are the name."""
 _WORD = re.compile(r"\w+")
-_SENTENCE_BREAK = re.compile(r"[.!?:;…]\W*\s|\n")
+SENTENCE_BREAK = re.compile(r"[.!?:;…]\W*\s|\n")
+"""What is between two sentences."""
 _PHRASE_BREAK = re.compile(r"[^\w \u00a0’'&.-]")
 _JOINING = frozenset(["of", "the", "de", "di", "du", "da", "del", "von", "van", "der", "des", "s"])
 # A run of words by their kinds: C and c may be in a name, but only C begins one, and j joins two of them.
@@ -21,7 +22,7 @@ _RUN = re.compile("C(?:j*[Cc])*")
 
 def names_in(text: str) -> set[str]:
     """Return the names of several words in a text, each as its words with spaces between them."""
-    return {name for sentence in _SENTENCE_BREAK.split(text) for name in _names_of_sentence(sentence)}
+    return {name for sentence in SENTENCE_BREAK.split(text) for name in _names_of_sentence(sentence)}
 
 
 def _names_of_sentence(sentence: str) -> set[str]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,7 +33,7 @@ from torch import Tensor
 from graftlm.backbone import Backbone, Call, common_length
 from graftlm.backbone.chat_templates import common_ending, render_messages
 from graftlm.errors import shorten
-from graftlm.grafts.token_routing.names import LONGEST_NAME, names_in
+from graftlm.grafts.token_routing.names import LONGEST_NAME, SENTENCE_BREAK, names_in
 from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum, prefix_texts
 
 if TYPE_CHECKING:
@@ -133,8 +133,7 @@ class WordEmbedder:
     def notes_on(self, texts: Sequence[str]) -> list[str]:
         """Return sentences about examples on which the expert does not act, and about what everyday texts may have too.
 
-        That is names of common words, and rare words that the examples have in lower case or in capitals, or that have
-        a digit.
+        That is names of common words, and all rare words that are not plainly names (`_unlike_names`).
         """
         notes = []
         names: dict[str, str] = {}
@@ -154,19 +153,25 @@ class WordEmbedder:
                 f"Examples without a rare word open the expert by their names, of which there are {len(names):,}: "
                 f"{shown}."
             )
-        written: dict[str, str] = {}
-        for text in texts:
-            for word in _WORD.findall(_SEPARATOR.sub("", unicodedata.normalize("NFKC", text))):
-                if word.islower() or word.isupper() or any(letter.isdigit() for letter in word):
-                    written.setdefault(_singular(word.casefold()), word)
-        rare = self.rare_words(" ".join(texts))
-        everyday = [written[word] for word in rare if word in written]
-        if everyday:
-            notes.append(
-                f"Rare words that open the expert: {len(rare):,}. Everyday questions may have numbers, acronyms and "
-                f"words in lower case among them ({len(everyday):,}): {', '.join(everyday[:_SHOWN_WORDS])}."
-            )
+        notes += self._note_on_everyday_words(texts)
         return notes
+
+    def _note_on_everyday_words(self, texts: Sequence[str]) -> list[str]:
+        """Return a sentence about the rare words that everyday texts may have too, words before numbers, if any."""
+        rare = self.rare_words(" ".join(texts))
+        written: dict[str, str] = {}
+        for word in _unlike_names(texts):
+            written.setdefault(_singular(word.casefold()), word)
+        everyday = sorted((written[word] for word in rare if word in written), key=_by_digits)
+        if not everyday:
+            return []
+        shown = ", ".join(everyday[:_SHOWN_WORDS])
+        if len(everyday) > _SHOWN_WORDS:
+            shown += f" and {len(everyday) - _SHOWN_WORDS:,} more"
+        return [
+            f"Rare words that open the expert: {len(rare):,}. Everyday questions may have those that the examples do "
+            f"not capitalize inside a sentence, as they do names ({len(everyday):,}): {shown}."
+        ]
 
     def _is_rare(self, word: str) -> bool:
         if word not in self._rare_by_word:
@@ -192,6 +197,31 @@ def _words(text: str) -> list[str]:
     """Return the words of a text in lower case and composed letters. Digits grouped by three are one number."""
     composed = unicodedata.normalize("NFKC", text).casefold()
     return _WORD.findall(_SEPARATOR.sub("", composed))
+
+
+def _unlike_names(texts: Sequence[str]) -> Iterator[str]:
+    """Yield words that may not be names, as texts have them.
+
+    That is each word with a digit, in lower case or in capitals, or of letters without case. A word that has a capital
+    letter because it begins a sentence is among them unless a text has it with a capital inside a sentence too.
+    """
+    beginnings: dict[str, str] = {}
+    names: set[str] = set()
+    for text in texts:
+        for sentence in SENTENCE_BREAK.split(_SEPARATOR.sub("", unicodedata.normalize("NFKC", text))):
+            for number, word in enumerate(_WORD.findall(sentence)):
+                if word == word.lower() or word.isupper() or any(letter.isdigit() for letter in word):
+                    yield word
+                elif number == 0 and word[1:] == word[1:].lower():
+                    beginnings.setdefault(_singular(word.casefold()), word)
+                else:
+                    names.add(_singular(word.casefold()))
+    yield from (word for key, word in beginnings.items() if key not in names)
+
+
+def _by_digits(word: str) -> tuple[bool, str]:
+    """Return a key by which words with digits follow all others."""
+    return any(letter.isdigit() for letter in word), word.casefold()
 
 
 def _names(text: str) -> dict[str, str]:
