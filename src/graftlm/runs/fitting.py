@@ -71,7 +71,7 @@ def _check_examples(without: Sequence[str], sets: Set[str]) -> None:
         raise RecipeError(
             f"{lacking[0]} has no set in data.new (known: {known}): add one of that name, or name one in its key set."
         )
-    unused = sorted(sets.difference(without))
+    unused = sorted(sets - set(without))
     if unused and not lacking:
         raise RecipeError(
             f"The set {unused[0]} of data.new has the name of no part that trains ({', '.join(without)}): leave it "

@@ -230,7 +230,9 @@ def _missing_error(folder: Path) -> ArtifactError:
         if is_classifier(place):
             return ArtifactError(classifier_problem(place))
     if (folder / "config.json").exists():
-        return ArtifactError(f"{folder} has a config.json and no {JSON_NAME}, so it is a model, not a graft: name the folder of a graft.")
+        return ArtifactError(
+            f"{folder} has a config.json and no {JSON_NAME}, so it is a model, not a graft: name the folder of a graft."
+        )
     remedy = "name the folder of a graft or model"
     for name in (f"graft/{JSON_NAME}", "model/config.json"):
         if (folder / name).exists():
