@@ -10,7 +10,6 @@ The judged answers are written to `items.json` beside the results. Rows that wer
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -49,12 +48,12 @@ from experiments.facts.rows import (
     trained_rows,
 )
 from experiments.facts.sizes import PAGES, SIZES, Size
-from experiments.facts.summaries import aims_of, over_seeds, plots_of, search_score
+from experiments.facts.summaries import aims_of, over_seeds, plots_of, rounded_scores, search_score
+from experiments.facts.training import data_of, training_of
 from experiments.protocol import (
     BigramTable,
     Decision,
     Evidence,
-    RateSearch,
     conditions,
     decide,
     is_decided,
@@ -63,7 +62,6 @@ from experiments.protocol import (
 from experiments.study import Study, check_files, write_lines
 from graftlm.backbone import default_device
 from graftlm.backbone.load import BackboneConfig
-from graftlm.data import DataConfig
 from graftlm.data.chats import chat_tokens
 from graftlm.data.conversations import read_chat
 from graftlm.evaluation import Aim, Metric, Results, Row, value_of
@@ -79,11 +77,6 @@ MODEL = "smollm2-135m-instruct"
 SEEDS = CONFIRMATION_SEEDS
 """The seeds if the options name none."""
 TABLES = ("search", "main", "large", PAGES)
-ROW_TOKENS = 112
-"""Tokens of a row of training, into which two conversations fit."""
-ROWS_PER_STEP = 4
-EPOCHS = 3.0
-"""How often each taught conversation is read, in all rows of the search and the test alike."""
 BACKBONE = "backbone"
 """Id of the row of the bare backbone."""
 EARLIER_ITEMS = Path(__file__).with_name(ITEMS_FILE)
@@ -271,8 +264,8 @@ class FactsStudy(Study):
             label=row.label,
             backbone=self.backbone,
             graft=graft_config(dict(row.graft)),
-            data=self._data(name, size, seed),
-            training=self._training(name, rate, size, seed),
+            data=data_of(row, self.folder(size, seed), size, seed),
+            training=training_of(row, rate, size, seed, self.precision),
             evaluation=EvaluationConfig(
                 own_tokens=0 if size.is_search else size.kl_tokens,
                 decode_prompts=0,
@@ -281,59 +274,6 @@ class FactsStudy(Study):
             ),
             questions=self._asked(f"{size.facts}_s{seed}", self.questions(size, seed), size),
             moved_back=STRENGTHS if scaled else (),
-        )
-
-    def _training(self, name: str, rate: float, size: Size, seed: int) -> TrainingConfig:
-        """Return the training of a row. Some rows have the batches and passes of the default recipe."""
-        common = {
-            "learning_rate": rate,
-            "seed": seed,
-            "precision": self.precision,
-            "checkpoint_every": 40,
-            "keep_checkpoints": 1,
-        }
-        if TRAINED[name].by_recipe:
-            default = DEFAULT.training.model_dump() | common
-            if size.max_steps is not None:
-                default |= {"steps": size.max_steps, "epochs": None}
-            return TrainingConfig.parse(default)
-        steps = self.steps(name, size)
-        return TrainingConfig(steps=steps, batch_size=ROWS_PER_STEP, warmup_steps=steps // 20, **common)
-
-    def steps(self, name: str, size: Size) -> int:
-        """Return the number of steps after which each taught conversation was read `EPOCHS` times."""
-        if size.max_steps is not None:
-            return size.max_steps
-        new_rows = EPOCHS * 4 * size.facts / 2
-        new_share = 1 - (size.old_share if TRAINED[name].old else 0.0)
-        return math.ceil(new_rows / (ROWS_PER_STEP * new_share))
-
-    def _data(self, name: str, size: Size, seed: int) -> DataConfig:
-        row = TRAINED[name]
-        folder = self.folder(size, seed)
-        old = {
-            "": [],
-            "own": [{"self": True, "tokens": size.own_tokens}],
-            "near": [{"self": True, "near": "new", "tokens": size.near_tokens}],
-        }
-        return DataConfig.parse(
-            {
-                "new": [{"path": str(folder / "conversations.jsonl"), "messages_column": "messages"}],
-                "old": old[row.old],
-                "replay_fraction": size.old_share if row.old else 0.0,
-                "old_objective": row.objective if row.old else "replay",
-                "length": DEFAULT.data.length if TRAINED[name].by_recipe else ROW_TOKENS,
-                "boundaries": "whole",
-                "test": {
-                    "new": [
-                        {
-                            "path": str(folder / "unseen.jsonl"),
-                            "messages_column": "messages",
-                        }
-                    ]
-                },
-                "seed": seed,
-            }
         )
 
     def bigram_nats(self, size: Size, seed: int) -> float:
@@ -535,7 +475,7 @@ class FactsStudy(Study):
         size = self.size(self.table)
         rows = self.rows()
         details: dict[str, Any] = {
-            "search": _rounded(self.judged_rows.searches),
+            "search": rounded_scores(self.judged_rows.searches),
             "search_rows": self.search_rows,
             "seconds": self.seconds,
         }
@@ -597,14 +537,6 @@ def _described(decision: Decision, is_decided: bool) -> dict[str, Any]:
     values["name"] = decision.comparison.name
     values["decided"] = is_decided
     return values
-
-
-def _rounded(searches: Mapping[str, RateSearch]) -> dict[str, dict[str, float]]:
-    """Return the scores of each row's rates."""
-    scores = {}
-    for name, search in searches.items():
-        scores[name] = {f"{rate:g}": round(value, 4) for rate, value in search.scores.items()}
-    return scores
 
 
 def _training_metrics(measurement: Measurement, run: AnsweringRun) -> dict[str, Metric]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from experiments.facts.metrics import Items, shares
 from experiments.facts.rows import AIMS, MAX_SECONDS, MAX_SPILL
-from experiments.protocol import as_table, crossed_bootstrap
+from experiments.protocol import RateSearch, as_table, crossed_bootstrap
 from experiments.study import aim
 from graftlm.evaluation import Aim, Metric, Row, value_of
 from graftlm.evaluation.intervals import percentile_interval, share_interval
@@ -101,3 +101,11 @@ def _sides(value: Metric) -> list[list[float]]:
     if isinstance(value, float | int):
         return [[0.0], [0.0]]
     return [[max(0.0, value.mean - value.low)], [max(0.0, value.high - value.mean)]]
+
+
+def rounded_scores(searches: Mapping[str, RateSearch]) -> dict[str, dict[str, float]]:
+    """Return the scores of each row's rates."""
+    scores = {}
+    for name, search in searches.items():
+        scores[name] = {f"{rate:g}": round(value, 4) for rate, value in search.scores.items()}
+    return scores

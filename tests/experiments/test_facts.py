@@ -34,6 +34,7 @@ from experiments.facts.rows import (
 )
 from experiments.facts.run import FactsStudy
 from experiments.facts.sizes import QUICK_SIZES, Size
+from experiments.facts.training import data_of, steps_of, training_of
 from experiments.protocol import Comparison, is_decided
 from graftlm.backbone import default_device, load_backbone
 from graftlm.errors import EvaluationError
@@ -188,26 +189,25 @@ def study(data: Path, out: Path, seeds: tuple[int, ...] = (3,), **more: Any) -> 
 
 
 @pytest.mark.parametrize("table", ["search", "main"])
-def test_search_and_test_read_every_conversation_three_times(data: Path, tmp_path: Path, table: str) -> None:
+def test_search_and_test_read_every_conversation_three_times(table: str) -> None:
     """A step has four rows of two conversations. Rows with old text, half of each step, take twice as many steps."""
-    facts = study(data, tmp_path)
-    size = facts.size(table)
+    size = Size(quick=False, table=table)
     conversations = 4 * size.facts
-    assert facts.steps("lora", size) * 8 == 3 * conversations
-    assert facts.steps("lora-near", size) * 4 == 3 * conversations
-    assert facts.steps("lora-own", size) == facts.steps("lora-near", size)
+    assert steps_of(TRAINED["lora"], size) * 8 == 3 * conversations
+    assert steps_of(TRAINED["lora-near"], size) * 4 == 3 * conversations
+    assert steps_of(TRAINED["lora-own"], size) == steps_of(TRAINED["lora-near"], size)
 
 
-def test_a_row_is_trained_at_the_rate_and_seed_of_its_run_beside_its_old_text(data: Path, tmp_path: Path) -> None:
-    facts = study(data, tmp_path)
-    size = facts.size("main")
+def test_a_row_is_trained_at_the_rate_and_seed_of_its_run_beside_its_old_text(tmp_path: Path) -> None:
+    size = Size(quick=False, table="main")
     for name in ("lora", "routed"):
-        training = facts._training(name, 5e-4, size, 4)
+        training = training_of(TRAINED[name], 5e-4, size, 4, "fp32")
         assert (training.learning_rate, training.seed) == (5e-4, 4)
-    assert not facts._data("lora", size, 4).old
+    assert not data_of(TRAINED["lora"], tmp_path, size, 4).old
     for name in ("lora-own", "lora-near", "neutral-near"):
-        assert facts._data(name, size, 4).old_objective == "distil"
-        assert facts._data(name, size, 4).old
+        data = data_of(TRAINED[name], tmp_path, size, 4)
+        assert data.old_objective == "distil"
+        assert data.old
 
 
 def test_what_the_reference_loses_is_what_it_does_not_keep(data: Path, tmp_path: Path) -> None:

@@ -225,13 +225,16 @@ def test_a_response_has_the_weights(tmp_path: Path) -> None:
     try:
         with TestClient(create_app(service), base_url="http://localhost") as client:
             body = {"model": "da:0.7+law:-0.3", "prompt": "the fox", "max_tokens": 2, "graftlm": {"trace": True}}
-            answer = client.post("/v1/completions", json=body).json()
-            plain = client.post("/v1/completions", json=body | {"model": "da"}).json()
+            weighted = client.post("/v1/completions", json=body)
+            single_graft = client.post("/v1/completions", json=body | {"model": "da"})
             wrong = client.post("/v1/completions", json=body | {"model": "da:1e999"})
             streamed = client.post("/v1/completions", json=body | {"stream": True}).text
             metrics = client.get("/metrics").text
     finally:
         service.engine.close(0)
+    assert weighted.status_code == 200, weighted.text
+    assert single_graft.status_code == 200, single_graft.text
+    answer, plain = weighted.json(), single_graft.json()
     assert answer["model"] == "da:0.7+law:-0.3"
     assert answer["choices"][0]["graftlm"]["weights"] == {"da": 0.7, "law": -0.3}
     assert answer["choices"][0]["graftlm"]["trace"]

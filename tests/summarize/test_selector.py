@@ -217,7 +217,7 @@ def test_an_update_is_adam_with_an_l2_penalty_on_the_clipped_gradient() -> None:
 
 
 def test_the_validation_loss_is_a_mean_over_documents() -> None:
-    """In batches of two, the third document has a batch of its own."""
+    """Batches of two and of one document count by their sizes."""
     documents = [
         encoded(3, 1, 5, 2, extract=[1, 3]),
         encoded(2, 2, 1, 4, extract=[0]),

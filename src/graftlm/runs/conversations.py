@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 _SHOWN_CONFLICTS = 3
 _SHOWN_ANSWERS = 8
-_KNOWN_CHECKED = 256
-_CLOSED_CHECKED = 1024
+_CHECKED = 256  # conversations, each of which may take a pass of the backbone
 
 
 def notes_on_conversations(documents: Sequence[Document], backbone: Backbone, *, asks: bool) -> Iterator[str]:
@@ -39,7 +38,7 @@ def notes_on_conversations(documents: Sequence[Document], backbone: Backbone, *,
     chats = [document for document in documents if document.chat is not None]
     if asks and chats and not any(single_turn(chat) for chat in chats):
         yield "No conversation has exactly one question, so the report will have no taught answers."
-    checked = evenly_spaced(chats, _KNOWN_CHECKED)
+    checked = evenly_spaced(chats, _CHECKED)
     known = find_known(backbone.without_tokens, checked)
     if known:
         yield (
@@ -92,7 +91,7 @@ def closed_questions(
     documents: Sequence[Document],
     tokenizer: PreTrainedTokenizerBase,
 ) -> ClosedQuestions | None:
-    """Return the taught questions on which a graft does not act, of up to 1,024; None without any.
+    """Return the taught questions on which a graft does not act, of up to 256; None without any.
 
     Args:
         graft: the graft, after it was fitted.
@@ -102,5 +101,5 @@ def closed_questions(
     acts = acts_by_prompt(graft)
     if acts is None or not tokenizer.chat_template:
         return None
-    closed = find_closed(taught_questions(documents, tokenizer, _CLOSED_CHECKED), acts)
+    closed = find_closed(taught_questions(documents, tokenizer, _CHECKED), acts)
     return closed if closed["closed"] else None
