@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.facts.metrics import RULES, Items
-from experiments.facts.precision import Precision
 from experiments.facts.rows import SEARCH_SEED
+from experiments.precision import Precision
 from experiments.protocol import RateSearch
 from graftlm.config import Config
 from graftlm.errors import EvaluationError

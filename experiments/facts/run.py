@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from experiments import Options
 from experiments.facts.answering import AnsweringRun, Asked, answers_of
@@ -27,7 +26,6 @@ from experiments.facts.lookup import behind_router, lookup_answers, most_frequen
 from experiments.facts.metrics import Answers, Items, is_right, judge, shares
 from experiments.facts.page_facts import PageFacts, TaughtFacts
 from experiments.facts.page_tables import opened_shares, rows_of_pages, worst_answers
-from experiments.facts.precision import Precision, training_precision
 from experiments.facts.rows import (
     COMPARED_ON_PAGES,
     CONFIRMATION_SEEDS,
@@ -50,6 +48,7 @@ from experiments.facts.rows import (
 from experiments.facts.sizes import PAGES, SIZES, Size
 from experiments.facts.summaries import aims_of, over_seeds, plots_of, rounded_scores, search_score
 from experiments.facts.training import data_of, training_of
+from experiments.precision import Precision, training_precision
 from experiments.protocol import (
     BigramTable,
     Decision,
@@ -60,7 +59,6 @@ from experiments.protocol import (
     search_rate,
 )
 from experiments.study import Study, check_files, write_lines
-from graftlm.backbone import default_device
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data.chats import chat_tokens
 from graftlm.data.conversations import read_chat
@@ -109,8 +107,7 @@ class FactsStudy(Study):
             name=options.backbone or MODEL, dtype="float32", device=options.device, attn_implementation="eager"
         )
         self.scaled = {SCALED[row] for row in named if row in SCALED}
-        device = default_device() if options.device is None else torch.device(options.device)
-        self.precision: Precision = training_precision(device)
+        self.precision: Precision = training_precision(options.device)
         self.strength = STRENGTHS[0]
         self.judged_rows = JudgedRows()
         self.search_rows: dict[str, dict[str, float]] = {}

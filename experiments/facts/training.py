@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from experiments.facts.precision import Precision
 from experiments.facts.rows import DEFAULT, FactsRow
 from experiments.facts.sizes import Size
+from experiments.precision import Precision
 from graftlm.data import DataConfig
 from graftlm.training.config import TrainingConfig
 

@@ -7,13 +7,13 @@ WikiText's validation text, by the sum of both losses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments import Options
 from experiments.languages.retention import retention
 from experiments.languages.texts import NEWS, treebank_sentences, write_continuations
+from experiments.precision import Precision, training_precision
 from experiments.protocol import RateSearch, search_rate
 from experiments.study import Study, metric, over_seeds
 from graftlm.evaluation import Results, Row
@@ -81,6 +81,7 @@ class RivalsStudy(Study):
         self._old_valid = folder / "old-valid.txt"
         self._old_valid.write_text(wikitext[middle:], encoding="utf-8")
         self.searches: dict[str, RateSearch] = {}
+        self.precision: Precision = training_precision(options.device)
 
     def run(self, name: str, rate: float, seed: int, *, searched: bool) -> GraftRun:
         """Return the run of a row at a rate, on the texts of the search or of the test."""
@@ -158,6 +159,7 @@ class RivalsStudy(Study):
             "seed": seed,
             "checkpoint_every": 20,
             "keep_checkpoints": 1,
+            "precision": self.precision,
         }
 
     def _data(self, seed: int, *, searched: bool) -> dict[str, Any]:
@@ -224,13 +226,13 @@ def run_rivals(options: Options) -> Results:
     results = None
     for name in ROWS:
         rows.append(study.measure(name))
-        results = study.write(NAME, rows, details=_details(study.searches, study.seconds))
+        results = study.write(NAME, rows, details=_details(study))
     assert results is not None, "there are rows"
     return results
 
 
-def _details(searches: Mapping[str, RateSearch], seconds: float) -> dict[str, Any]:
+def _details(study: RivalsStudy) -> dict[str, Any]:
     search = {}
-    for name, found in searches.items():
+    for name, found in study.searches.items():
         search[name] = {f"{rate:g}": round(value, 4) for rate, value in found.scores.items()}
-    return {"seconds": seconds, "search": search}
+    return {"seconds": study.seconds, "precision": study.precision, "search": search}

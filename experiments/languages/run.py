@@ -15,6 +15,7 @@ from experiments import Options
 from experiments.languages.retention import retention
 from experiments.languages.rivals import RIVALS, run_rivals
 from experiments.languages.texts import FILES, write_texts
+from experiments.precision import training_precision
 from experiments.study import Study, aim, check_files, over_seeds
 from graftlm.errors import DataError
 from graftlm.evaluation import Aim, Results
@@ -69,6 +70,7 @@ class LanguagesStudy(Study):
                     "seed": seed,
                     "checkpoint_every": 10,
                     "keep_checkpoints": 1,
+                    "precision": training_precision(self.options.device),
                 },
                 "evaluation": {
                     "limit_tokens": 300 if quick else 6144,
@@ -142,7 +144,8 @@ def run(options: Options) -> Results:
         rows.append(bare.model_copy(update={"label": f"{LABELS[table]}, bare"}))
         rows.append(over_seeds(trained, table, f"{LABELS[table]}, three languages"))
         shares[table] = token_shares(trained[0])
-    details = {"seconds": study.seconds, "token_shares": shares}
+    precision = training_precision(options.device)
+    details = {"seconds": study.seconds, "precision": precision, "token_shares": shares}
     return study.write(NAME, rows, aims=aims(shares), details=details)
 
 

@@ -18,7 +18,6 @@ from experiments.facts.lookup import opened
 from experiments.facts.metrics import judge, shares
 from experiments.facts.page_facts import PageFacts
 from experiments.facts.page_tables import opened_shares, worst_answers
-from experiments.facts.precision import training_precision
 from experiments.facts.rows import (
     CONFIRMATION_SEEDS,
     DECLARED,
@@ -35,6 +34,7 @@ from experiments.facts.rows import (
 from experiments.facts.run import FactsStudy
 from experiments.facts.sizes import QUICK_SIZES, Size
 from experiments.facts.training import data_of, steps_of, training_of
+from experiments.precision import training_precision
 from experiments.protocol import Comparison, is_decided
 from graftlm.backbone import default_device, load_backbone
 from graftlm.errors import EvaluationError
