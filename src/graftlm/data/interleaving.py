@@ -110,7 +110,7 @@ class InterleavedBlocks:
         self._sources = _period(self.weights)
         ones = self._sources[:, None] == np.arange(len(parts))
         self._counts = np.concatenate([np.zeros((1, len(parts)), dtype=np.int64), np.cumsum(ones, axis=0)])
-        self._orders: dict[tuple[int, ...], np.ndarray] = {}
+        self._chunks: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def __len__(self) -> int:
         return len(self.marked)
@@ -155,20 +155,24 @@ class InterleavedBlocks:
 
     def draw(self, first: int, count: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of `take`, and the number of the source of each, int64, (count,)."""
-        chosen = [np.empty(0, dtype=np.int64)]
+        rows = [np.empty(0, dtype=np.int64)]
+        sources = [np.empty(0, dtype=np.int64)]
         position = first
         while position < first + count:
             chunk, place = divmod(position, _CHUNK)
             stop = min(_CHUNK, place + first + count - position)
-            chosen.append(self._chunk(chunk, key)[place:stop])
+            rows_of_chunk, sources_of_chunk = self._chunk(chunk, key)
+            rows.append(rows_of_chunk[place:stop])
+            sources.append(sources_of_chunk[place:stop])
             position += stop - place
-        rows = np.concatenate(chosen)
-        sources = np.searchsorted(self._starts, rows, side="right") - 1
-        return self.marked[rows], sources
+        return self.marked[np.concatenate(rows)], np.concatenate(sources)
 
-    def _chunk(self, chunk: int, key: tuple[int, ...]) -> np.ndarray:
-        """Return the rows at the positions of a chunk, int64, (_CHUNK,); the last chunks are kept."""
-        found = self._orders.get((chunk, *key))
+    def _chunk(self, chunk: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows at the positions of a chunk and the source of each, int64, (_CHUNK,).
+
+        The last chunks are kept.
+        """
+        found = self._chunks.get((chunk, *key))
         if found is not None:
             return found
         first = chunk * _CHUNK
@@ -180,10 +184,10 @@ class InterleavedBlocks:
         for number, part in enumerate(self.parts):
             order = part.order(before[number], after[number] - before[number], (*key, number + 1))
             rows[sources == number] = self._starts[number] + order
-        if len(self._orders) > 1:
-            self._orders.pop(next(iter(self._orders)))
-        self._orders[chunk, *key] = rows
-        return rows
+        if len(self._chunks) > 1:
+            self._chunks.pop(next(iter(self._chunks)))
+        self._chunks[chunk, *key] = (rows, sources)
+        return rows, sources
 
 
 class _State(TypedDict, total=False):
