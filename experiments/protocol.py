@@ -25,8 +25,8 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
@@ -190,6 +190,15 @@ class Decision:
     verdict: Verdict
     seeds: int
     items: int
+
+
+def described(decision: Decision, *, is_decided: bool) -> dict[str, Any]:
+    """Return a decided comparison as JSON values; `decided` says whether its verdict counts."""
+    values = asdict(decision)
+    values["difference"] = decision.difference.model_dump()
+    values["name"] = decision.comparison.name
+    values["decided"] = is_decided
+    return values
 
 
 def crossed_bootstrap(differences: np.ndarray, *, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:

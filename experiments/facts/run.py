@@ -51,10 +51,10 @@ from experiments.facts.training import data_of, training_of
 from experiments.precision import Precision, training_precision
 from experiments.protocol import (
     BigramTable,
-    Decision,
     Evidence,
     conditions,
     decide,
+    described,
     is_decided,
     search_rate,
 )
@@ -482,7 +482,9 @@ class FactsStudy(Study):
             evidence = self.evidence_so_far()
             if not size.of_pages:
                 details["conditions"] = [asdict(condition) for condition in conditions(evidence)]
-            details["comparisons"] = [_described(decision, is_decided(evidence)) for decision in evidence.decisions]
+            details["comparisons"] = [
+                described(decision, is_decided=is_decided(evidence)) for decision in evidence.decisions
+            ]
             details["bigram_nats"] = evidence.bigram_nats
             details["precisions"] = {str(seed): name for seed, name in self.judged_rows.precisions.items()}
             details["by_seed"] = self._shares_by_seed()
@@ -525,15 +527,6 @@ class FactsStudy(Study):
             "opened": opened_shares(routed, opened(backbone, facts, routed)),
             "worst": worst_answers(questions, self.answers["routed"][seed], self.bare_answers(size, seed)),
         }
-
-
-def _described(decision: Decision, is_decided: bool) -> dict[str, Any]:
-    """Return a comparison as JSON values; `decided` says whether its verdict counts."""
-    values = asdict(decision)
-    values["difference"] = decision.difference.model_dump()
-    values["name"] = decision.comparison.name
-    values["decided"] = is_decided
-    return values
 
 
 def _training_metrics(measurement: Measurement, run: AnsweringRun) -> dict[str, Metric]:

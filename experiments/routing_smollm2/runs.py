@@ -200,14 +200,16 @@ class FreeAnswerRun(AnswerRun):
         return {"right": answer_freely(model, backbone, domain, remaining)}
 
 
-def merged(backbone: Backbone, adapters: dict[str, Path], merge: dict[str, Any], folder: Path) -> Path:
-    """Merge several adapters with PEFT, each with weight 1, and return the folder of the merged adapter."""
+def merged(
+    backbone: Backbone, adapters: dict[str, Path], merge: dict[str, Any], folder: Path, weight: float = 1.0
+) -> Path:
+    """Merge several adapters with PEFT, each with the same weight, and return the folder of the merged adapter."""
     first, *others = adapters
     model = PeftModel.from_pretrained(backbone.model, str(adapters[first]), adapter_name=first)
     for name in others:
         model.load_adapter(str(adapters[name]), adapter_name=name)
     torch.manual_seed(0)  # DARE drops at random
-    model.add_weighted_adapter(list(adapters), [1.0] * len(adapters), "merged", **merge)
+    model.add_weighted_adapter(list(adapters), [weight] * len(adapters), "merged", **merge)
     model.save_pretrained(str(folder), selected_adapters=["merged"])
     return folder / "merged"
 
