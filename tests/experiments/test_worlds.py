@@ -106,4 +106,4 @@ def test_every_row_is_measured(tmp_path: Path, tiny_chat_model: Path) -> None:
     # The tiny model answers no near question right, so nothing can be kept.
     assert [each["name"] for each in comparisons] == [comparison.name for comparison in DECLARED[:-1]]
     assert not any(each["decided"] for each in comparisons)
-    assert json.loads((out / "results.json").read_text(encoding="utf-8"))["experiment"] == "worlds"
+    assert json.loads((out / "results.json").read_text(encoding="utf-8"))["name"] == "worlds"
