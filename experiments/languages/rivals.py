@@ -32,6 +32,7 @@ OFT = {"kind": "peft", "method": "OFT", "capacity": "match"}
 SWITCHED = "switched"
 SCALED = "oft"
 STEPS = 60
+SEARCH_STEPS = 30
 ROWS_PER_STEP = 4
 LENGTH = 256
 HELD_OUT = 400
@@ -93,7 +94,7 @@ class RivalsStudy(Study):
                 "graft": NEUTRAL,
                 "methods": methods,
                 "data": self._data(seed, searched=searched),
-                "training": self._training(rate, seed),
+                "training": self._training(rate, seed, searched=searched),
                 "evaluation": self._evaluation(name, searched=searched),
             }
         )
@@ -149,8 +150,8 @@ class RivalsStudy(Study):
             "top": 1,
         }
 
-    def _training(self, rate: float, seed: int) -> dict[str, Any]:
-        steps = 2 if self.options.quick else STEPS
+    def _training(self, rate: float, seed: int, *, searched: bool = False) -> dict[str, Any]:
+        steps = 2 if self.options.quick else SEARCH_STEPS if searched else STEPS
         return {
             "steps": steps,
             "batch_size": ROWS_PER_STEP,
