@@ -7,7 +7,7 @@ from pathlib import Path
 from docs.generate.results_tables import ROOT, load_results
 
 FIGURE = ROOT / "docs" / "images" / "learned-against-kept.svg"
-LEFT_OUT = ("backbone", "routed-1000")
+LEFT_OUT = ("backbone", "lora-1000", "routed-1000")
 
 
 def draw_figure(path: Path) -> None:
