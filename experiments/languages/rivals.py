@@ -28,7 +28,8 @@ TREEBANK = "ner/uner_da/da_ddt-ud-train.iob2"
 WIKITEXT = "lm_text/wikitext2_valid_test"
 NEUTRAL = {"kind": "neutral-residues", "capacity": 0.1, "alpha": 1.0, "init": "he"}
 LORA = {"kind": "lora", "capacity": "match"}
-OFT = {"kind": "peft", "method": "OFT", "capacity": "match"}
+OFT = {"kind": "peft", "method": "OFT", "capacity": "match", "options": {"target_modules": "all-linear"}}
+"""On the Linears of the FFNs alone, its largest block has 57% of the weights of the other rows."""
 SWITCHED = "switched"
 SCALED = "oft"
 STEPS = 60
