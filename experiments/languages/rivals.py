@@ -184,7 +184,7 @@ class RivalsStudy(Study):
     def _evaluation(self, name: str, *, searched: bool) -> dict[str, Any]:
         quick = self.options.quick
         values: dict[str, Any] = {
-            "limit_tokens": 300 if quick else 6144,
+            "limit_tokens": 300 if quick else 3072 if searched else 6144,
             "own_tokens": 0 if searched else 200 if quick else 2048,
             "decode_prompts": 0,
             "batch_size": 8,
