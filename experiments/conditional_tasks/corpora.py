@@ -270,26 +270,40 @@ def write_splits(splits: Splits, out: Path, task: str) -> dict[str, Path]:
     return files
 
 
-def draw_splits(splits: Mapping[str, list[Record]], sizes: SplitSizes, seed: int) -> Splits:
+def draw_splits(
+    splits: Mapping[str, list[Record]],
+    sizes: SplitSizes,
+    seed: int,
+    key: Callable[[Record], str] | None = None,
+) -> Splits:
     """Draw the rows of training, validation and test.
 
     Only the training rows depend on the seed. Training has at least `MIN_CLASS_ROWS` rows of every class, as far as the
     data set has them.
+
+    Args:
+        splits: all rows by split.
+        sizes: the numbers of rows.
+        seed: the seed of the training rows.
+        key: returns what no two splits may share; by default `text_of`.
     """
+    key = key or text_of
     splits = {split: shuffled(rows, "parts") for split, rows in splits.items()}
-    test, splits = _held_out(splits, "test", sizes.test)
-    validation, splits = _held_out(splits, "validation", sizes.validation)
+    test, splits = _held_out(splits, "test", sizes.test, key)
+    validation, splits = _held_out(splits, "validation", sizes.validation, key)
     train = _with_every_class(shuffled(splits["train"], f"train {seed}"), sizes.train, sizes.least)
     return {"train": train, "validation": validation, "test": test}
 
 
-def _held_out(splits: Mapping[str, list[Record]], split: str, count: int) -> tuple[list[Record], Splits]:
-    """Return the first rows of a split, and all splits without the rows that share a text with those."""
+def _held_out(
+    splits: Mapping[str, list[Record]], split: str, count: int, key: Callable[[Record], str]
+) -> tuple[list[Record], Splits]:
+    """Return the first rows of a split, and all splits without the rows that share a key with those."""
     held_out = splits.get(split, splits["train"])[:count]
-    texts = {text_of(row) for row in held_out}
+    keys = {key(row) for row in held_out}
     others: Splits = {}
     for name, rows in splits.items():
-        others[name] = [row for row in rows if text_of(row) not in texts]
+        others[name] = [row for row in rows if key(row) not in keys]
     return held_out, others
 
 
@@ -330,6 +344,11 @@ def text_of(row: Mapping[str, Any]) -> str:
         parts = [row[name] for name in ("sentence", "text", "first", "second") if name in row]
         text = " ".join(sorted(parts))
     return " ".join(text.lower().split())
+
+
+def question_of(row: Mapping[str, Any]) -> str:
+    """Return a lower-case key of a row: for QNLI the question, for other tasks the key of `text_of`."""
+    return " ".join(row["question"].lower().split()) if "question" in row else text_of(row)
 
 
 def _format(rows: Iterable[Record]) -> str:

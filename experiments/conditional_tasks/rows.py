@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 TABLES = ("1", "rivals", "uncertainty", "samplers", "few", "rows", "probe")
+TRAINED = "trained"
+"""The table whose rows train to their end, which has files, seeds and results of its own."""
 OFF: dict[str, Any] = {
     "attention": "none",
     "alignment": False,

@@ -32,11 +32,13 @@ from experiments.conditional_tasks.rows import (
     SAMPLERS,
     SIMILAR,
     TABLES,
+    TRAINED,
     UNIFORM,
     cell_id,
 )
 from experiments.conditional_tasks.runs import ConditionalTasksRun
 from experiments.conditional_tasks.study import SEARCH_SEED, ConditionalTasksStudy
+from experiments.conditional_tasks.trained import run_trained
 from experiments.study import aim, bars, check_files, metric, published
 from graftlm.evaluation import Aim, Interval, Metric, Results, Row, combine_seeds, value_of
 from graftlm.evaluation.plots import MARKERS, PALETTE
@@ -58,8 +60,12 @@ SUMMED = (
 
 def run(options: Options) -> Results:
     """Run the chosen tables."""
-    chosen = options.chosen(TABLES)
+    chosen = options.chosen((*TABLES, TRAINED), TABLES)
     check_files(options, FILES)
+    if TRAINED in chosen:
+        results = run_trained(options)
+        if chosen == (TRAINED,):
+            return results
     study = ConditionalTasksStudy(options)
     study.choose_rates()
     runs = [run for seed in study.seeds for row in study.labels for run in study.row_runs(row, seed)]

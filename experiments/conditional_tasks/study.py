@@ -10,7 +10,7 @@ from pydantic import Field
 
 from experiments import Options
 from experiments.conditional_tasks.adapters import BlindConfig, TaskAdaptersConfig, parameters_per_width
-from experiments.conditional_tasks.corpora import TASKS, SplitSizes, draw_splits, write_splits
+from experiments.conditional_tasks.corpora import TASKS, SplitSizes, draw_splits, question_of, write_splits
 from experiments.conditional_tasks.rows import (
     ALL,
     CELLS,
@@ -22,6 +22,7 @@ from experiments.conditional_tasks.rows import (
     RIVALS,
     SIMILAR,
     TABLES,
+    TRAINED,
     table_of,
 )
 from experiments.conditional_tasks.runs import ConditionalTasksRun
@@ -43,7 +44,8 @@ class ConditionalTasksSize(Config):
     """Sizes of data, training and tables.
 
     Args:
-        train: training rows of each task, as a share of its data set.
+        train: training rows of each task, as a share of its data set or as the largest number.
+        by_question: whether no two splits share a question, instead of a text.
         least: minimum number of training rows of a task.
         validation: validation rows of each task.
         test: test rows of each task.
@@ -58,7 +60,8 @@ class ConditionalTasksSize(Config):
         rows: shares of all steps after which the default is compared with uniform sampling.
     """
 
-    train: str = "10%"
+    train: str | int = "10%"
+    by_question: bool = False
     least: int = 1000
     validation: int = 250
     test: int = 500
@@ -126,7 +129,7 @@ class ConditionalTasksStudy(Study):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        chosen = options.chosen(TABLES)
+        chosen = options.chosen((*TABLES, TRAINED))
         self.labels = {row: label for row, label in LABELS.items() if table_of(row) in {"1", *chosen}}
         self.size = QUICK if options.quick else FULL
         name = options.backbone or mini_lm(options.data, "The encoder")
@@ -156,7 +159,8 @@ class ConditionalTasksStudy(Study):
             test=self.size.test,
             least=0 if share else self.size.least,
         )
-        splits = draw_splits(source.read(self.options.data), sizes, seed)
+        key = question_of if self.size.by_question else None
+        splits = draw_splits(source.read(self.options.data), sizes, seed, key)
         name = f"few_{share}_s{seed}" if share else f"s{seed}"
         files = write_splits(splits, self.options.out / "texts" / name, task)
         values: dict[str, Any] = {"type": source.type, "metric": source.metric}

@@ -22,13 +22,28 @@ from experiments.conditional_tasks.corpora import (
     TASKS,
     SplitSizes,
     draw_splits,
+    question_of,
     text_of,
     write_splits,
 )
-from experiments.conditional_tasks.rows import ALL, CELLS, CONTROLS, FEW, LABELS, LORA, MODULES, OFF, RIVALS, TABLES
+from experiments.conditional_tasks.rows import (
+    ALL,
+    CELLS,
+    CONTROLS,
+    FEW,
+    LABELS,
+    LORA,
+    MODULES,
+    OFF,
+    RIVALS,
+    TABLES,
+    TRAINED,
+)
 from experiments.conditional_tasks.run import aims, effect_rows
 from experiments.conditional_tasks.runs import count_changed, covariance_factor, similarity_of
 from experiments.conditional_tasks.study import FULL, ConditionalTasksStudy
+from experiments.conditional_tasks.trained import DECLARED, RIDGE, without_tagging
+from experiments.conditional_tasks.trained import ROWS as TRAINED_ROWS
 from graftlm.backbone import Backbone
 from graftlm.errors import DataError, RecipeError
 from graftlm.evaluation import Interval, Row, value_of
@@ -369,6 +384,41 @@ def test_every_table_in_the_one_form(data: Path, tmp_path: Path, tiny_backbone: 
     assert probe.keys() == {*TASKS, "sick_relatedness_cosine"} - {"wnut17"}
     assert {file.stem for file in (tmp_path / "out").glob("*.png")} >= {"scores", "few", "similarity"}
     assert reproduce("conditional-tasks", quick).rows == results.rows, "finished runs are read back"
+
+
+@pytest.mark.slow
+def test_the_trained_rows_are_judged_by_ridge_regression(
+    data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Path]
+) -> None:
+    quick = options(data, tmp_path / "out", backbone=str(tiny_backbone("bert")), tables=(TRAINED,))
+    results = reproduce("conditional-tasks", quick)
+    assert [row.id for row in results.rows] == [RIDGE, *TRAINED_ROWS]
+    assert results.seeds == list(quick.seeds)
+    assert "wnut17" not in results.row(RIDGE).metrics
+    conditions: Any = results.details["conditions"]
+    assert [condition["met"] for condition in conditions][1:] == [False, False, False]
+    comparisons: Any = results.details["comparisons"]
+    assert [each["name"] for each in comparisons] == [comparison.name for comparison in DECLARED]
+    assert not any(each["decided"] for each in comparisons)
+    assert (tmp_path / "out" / TRAINED / "results.json").exists()
+
+
+def test_tagging_does_not_count_against_ridge_regression() -> None:
+    scores = dict.fromkeys(TASKS, 0.5)
+    assert without_tagging({**scores, "wnut17": 0.0}) == pytest.approx(0.5)
+    assert without_tagging({**scores, "sst2": 0.0}) < 0.5
+
+
+def test_questions_can_be_kept_apart_instead_of_texts() -> None:
+    rows = [{"question": f"Who is {n // 2}?", "sentence": f"Sentence {n}.", "label": "yes"} for n in range(60)]
+    apart = draw_splits({"train": rows}, SplitSizes("100%", 12, 12), 0, question_of)
+    questions = {split: {row["question"] for row in of_split} for split, of_split in apart.items()}
+    assert not questions["train"] & questions["test"]
+    assert not questions["train"] & questions["validation"]
+    assert not questions["validation"] & questions["test"]
+    by_text = draw_splits({"train": rows}, SplitSizes("100%", 12, 12), 0)
+    shared = {row["question"] for row in by_text["train"]} & {row["question"] for row in by_text["test"]}
+    assert shared, "the rows of this test share questions"
 
 
 def test_mistakes(data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Path]) -> None:
