@@ -47,13 +47,14 @@ ROWS: dict[str, dict[str, Any]] = {
     SCALED: {"label": "OFT, moved back as validation says", "graft": OFT},
     SWITCHED: {"label": "LoRA behind a switch of languages"},
 }
+LORA_RATES = (1e-3, 2e-3, 4e-3)
 RATES = {
     "neutral": (3e-3, 6e-3, 1.2e-2),
-    "lora": (5e-4, 1e-3, 2e-3),
-    "asft": (5e-4, 1e-3, 2e-3),
-    "sdft": (5e-4, 1e-3, 2e-3),
+    "lora": LORA_RATES,
+    "asft": LORA_RATES,
+    "sdft": LORA_RATES,
     SCALED: (1e-3, 2e-3, 4e-3),
-    SWITCHED: (5e-4, 1e-3, 2e-3),
+    SWITCHED: LORA_RATES,
 }
 
 
