@@ -7,6 +7,7 @@ WikiText's validation text, by the sum of both losses.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from experiments.languages.retention import retention
 from experiments.languages.texts import NEWS, treebank_sentences, write_continuations
 from experiments.precision import Precision, training_precision
 from experiments.protocol import RateSearch, search_rate
-from experiments.study import Study, metric, over_seeds
+from experiments.study import Study, all_runs, metric, over_seeds
 from graftlm.evaluation import Results, Row
 from graftlm.runs.graft_run import GraftRun
 from graftlm.runs.recipe import Recipe
@@ -197,24 +198,40 @@ class RivalsStudy(Study):
             values |= retention(self.options)
         return values
 
-    def search(self, name: str) -> RateSearch:
-        """Search the rate of a row with seed 0, by the sum of both losses on the texts of the search."""
-        rates = RATES[name][:1] if self.options.quick else RATES[name]
+    def _first_rates(self, name: str) -> Sequence[float]:
+        return RATES[name][:1] if self.options.quick else RATES[name]
 
+    def search(self, names: Collection[str]) -> None:
+        """Search the rate of some rows with seed 0, by the sum of both losses on the texts of the search.
+
+        The first rates of all rows are tried in one call, in which the runs share the backbone and its losses.
+        """
+        runs = [self.run(name, rate, 0, searched=True) for name in names for rate in self._first_rates(name)]
+        self.execute(runs, "first rates")
+        for name in names:
+            self.searches[name] = self._search_row(name)
+
+    def _search_row(self, name: str) -> RateSearch:
         def score(rate: float) -> float:
             run = self.run(name, rate, 0, searched=True)
             measurement = self.execute([run], f"search of {name}")[run.id]
             return -metric(measurement, "new") - metric(measurement, "old")
 
-        self.searches[name] = search_rate(score, rates, limit=len(rates) if self.options.quick else 6)
-        return self.searches[name]
+        rates = self._first_rates(name)
+        return search_rate(score, rates, limit=len(rates) if self.options.quick else 6)
 
-    def measure(self, name: str) -> Row:
-        """Train a row at its best rate with every seed, and return it."""
-        rate = self.search(name).best
-        runs = [self.run(name, rate, seed, searched=False) for seed in self.seeds]
-        self.execute([*self.backbone_runs(self.seeds[0])[1:], *runs], name)
-        return over_seeds([self.measured[run.id] for run in runs], name, ROWS[name]["label"])
+    def measure(self, names: Collection[str]) -> list[Row]:
+        """Train rows at their best rates with every seed, and return them."""
+        runs = {}
+        for name in names:
+            rate = self.searches[name].best
+            runs[name] = [self.run(name, rate, seed, searched=False) for seed in self.seeds]
+        self.execute([*self.backbone_runs(self.seeds[0])[1:], *all_runs(runs)], "best rates")
+        rows = []
+        for name, of_row in runs.items():
+            measurements = [self.measured[run.id] for run in of_row]
+            rows.append(over_seeds(measurements, name, ROWS[name]["label"]))
+        return rows
 
 
 def _conversations(file: Path) -> dict[str, str]:
@@ -222,16 +239,13 @@ def _conversations(file: Path) -> dict[str, str]:
 
 
 def run_rivals(options: Options) -> Results:
-    """Train every row, with results in a folder of their own, which are written after each row."""
+    """Search and train every row, with results in a folder of their own."""
     study = RivalsStudy(options.model_copy(update={"out": options.out / RIVALS}))
     bare, *_ = study.backbone_runs(study.seeds[0])
-    rows = [study.execute([bare], "the bare backbone")[bare.id].row]
-    results = None
-    for name in ROWS:
-        rows.append(study.measure(name))
-        results = study.write(NAME, rows, details=_details(study))
-    assert results is not None, "there are rows"
-    return results
+    measured = study.execute([bare], "the bare backbone")
+    study.search(ROWS)
+    rows = [measured[bare.id].row, *study.measure(ROWS)]
+    return study.write(NAME, rows, details=_details(study))
 
 
 def _details(study: RivalsStudy) -> dict[str, Any]:
