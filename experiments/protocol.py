@@ -31,7 +31,7 @@ from typing import Any, Literal
 import numpy as np
 
 from graftlm.evaluation import Interval, combine_seeds
-from graftlm.evaluation.intervals import percentile_interval
+from graftlm.evaluation.intervals import equal_differences_interval, percentile_interval
 
 RESAMPLES = 10_000
 LEVEL = 0.05
@@ -392,10 +392,7 @@ def _interval(differences: np.ndarray) -> Interval:
     mean = float(np.nanmean(differences))
     if _is_constant(differences):
         # The ends at which `_constant_p` is 2.5%.
-        kept = (LEVEL / 2) ** (1 / differences.shape[1])
-        low = (1 + mean) * kept - 1
-        high = 1 - (1 - mean) * kept
-        return Interval(mean=mean, low=min(low, mean), high=max(high, mean))
+        return equal_differences_interval(mean, differences.shape[1])
     drawn = percentile_interval(mean, crossed_bootstrap(differences))
     if len(differences) < 2:
         return drawn

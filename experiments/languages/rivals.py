@@ -1,62 +1,76 @@
 """Rivals at equal size, data and search: which learns Danish from conversations, and what does each one retain?
 
-Every conversation asks to continue one or two sentences, and the answer is the sentence that follows in a treebank. All
-rows read the same new and old text. The rate of each row is searched on other sentences of the treebank and on
-WikiText's validation text, by the sum of both losses.
+Every conversation asks to continue a sentence of a news document in Danish, and the answer is the sentence that
+follows. All rows read the same new text, and all but one a quarter of distilled own text. The rate of each row is
+searched on other documents and on WikiText's validation text, by the sum of both losses.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments import Options
+from experiments.facts.generator import conversation
 from experiments.languages.retention import retention
-from experiments.languages.texts import NEWS, treebank_sentences, write_continuations
+from experiments.languages.texts import (
+    DOCUMENTS,
+    ENGLISH_NEWS,
+    NEWS,
+    news_documents,
+    split_documents,
+    write_continuations,
+)
 from experiments.precision import Precision, training_precision
 from experiments.protocol import RateSearch, search_rate
-from experiments.study import Study, all_runs, metric, over_seeds
-from graftlm.evaluation import Results, Row
+from experiments.study import Study, all_runs, check_files, metric, over_seeds, write_lines
+from graftlm.data.chats import render_question
+from graftlm.evaluation import Results, Row, value_of
 from graftlm.runs.graft_run import GraftRun
 from graftlm.runs.recipe import Recipe
+from graftlm.runs.rewriting_run import RewritingRun
 from graftlm.runs.run import Run
+from graftlm.runs.shared import load_shared
+from graftlm.store.artifact import load_graft
 
 NAME = "languages"
 RIVALS = "rivals"
 MODEL = "smollm2-135m-instruct"
-TREEBANK = "ner/uner_da/da_ddt-ud-train.iob2"
 WIKITEXT = "lm_text/wikitext2_valid_test"
-NEUTRAL = {"kind": "neutral-residues", "capacity": 0.1, "alpha": 1.0, "init": "he"}
+IFEVAL = "eval/ifeval/input_data.jsonl"
+PROBLEMS = "routing/math/gsm8k/train.jsonl"
+FILES = (NEWS["da"], ENGLISH_NEWS, DOCUMENTS, PROBLEMS, f"{WIKITEXT}/valid.txt", f"{WIKITEXT}/test.txt")
+NEUTRAL = {"kind": "neutral-residues", "capacity": 0.1064, "alpha": 1.0, "init": "he"}
+"""Of the size of OFT's largest blocks on all Linears."""
 LORA = {"kind": "lora", "capacity": "match"}
 OFT = {"kind": "peft", "method": "OFT", "capacity": "match", "options": {"target_modules": "all-linear"}}
-"""On the Linears of the FFNs alone, its largest block has 57% of the weights of the other rows."""
+PLAIN = "lora-plain"
 SWITCHED = "switched"
 SCALED = "oft"
 STEPS = 60
 SEARCH_STEPS = 30
 ROWS_PER_STEP = 4
 LENGTH = 256
-HELD_OUT = 400
-"""Number of sentences at the end of the treebank that are not trained on: a half for strengths, a half for rates."""
+PARTS = {"new": 70, "strength": 10, "valid": 15}
+"""Number of news documents of each part, in their order; the others are the test."""
+ENGLISH_EXAMPLES = 200
+"""Number of examples of each kind of English text that the switch of languages knows."""
+_PARAGRAPH_CHARACTERS = 300
 
 ROWS: dict[str, dict[str, Any]] = {
     "neutral": {"label": "neutral residues", "graft": NEUTRAL},
     "lora": {"label": "LoRA", "graft": LORA},
+    PLAIN: {"label": "LoRA without old text", "graft": LORA, "data": {"replay_fraction": 0, "old": []}},
+    "anchor": {"label": "LoRA with a KL anchor", "graft": LORA, "data": {"anchor": 0.1}},
     "asft": {"label": "ASFT", "graft": LORA, "data": {"new_objective": "dft", "anchor": 0.1}},
     "sdft": {"label": "SDFT", "graft": LORA, "data": {"rewrite": {}}},
     SCALED: {"label": "OFT, moved back as validation says", "graft": OFT},
     SWITCHED: {"label": "LoRA behind a switch of languages"},
 }
 LORA_RATES = (1e-3, 2e-3, 4e-3)
-RATES = {
-    "neutral": (3e-3, 6e-3, 1.2e-2),
-    "lora": LORA_RATES,
-    "asft": LORA_RATES,
-    "sdft": LORA_RATES,
-    SCALED: (1e-3, 2e-3, 4e-3),
-    SWITCHED: LORA_RATES,
-}
+RATES = dict.fromkeys(ROWS, LORA_RATES) | {"neutral": (6e-3, 1.2e-2, 2.4e-2)}
 
 
 class RivalsStudy(Study):
@@ -68,24 +82,39 @@ class RivalsStudy(Study):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        sentences = list(treebank_sentences(options.data / TREEBANK))
-        news = (options.data / NEWS["da"]).read_text(encoding="utf-8").splitlines()
-        if options.quick:
-            sentences = sentences[: HELD_OUT + 40]
         folder = options.out / "texts"
-        half = HELD_OUT // 2
-        self._new = write_continuations(sentences[:-HELD_OUT], folder / "new.jsonl")
-        self._strength = write_continuations(sentences[-HELD_OUT:-half], folder / "strength.jsonl")
-        self._valid = write_continuations(sentences[-half:], folder / "valid.jsonl")
-        self._test = write_continuations(news, folder / "test.jsonl")
+        documents = split_documents(news_documents(options.data, NEWS["da"]), PARTS, "test")
+        english = split_documents(news_documents(options.data, ENGLISH_NEWS), PARTS, "test")
+        if options.quick:
+            documents["new"] = documents["new"][:4]
+        files = {part: folder / f"{part}.jsonl" for part in documents}
+        for part, file in files.items():
+            write_continuations(documents[part], "Fortsæt teksten:", file)
+        self._files = files
         wikitext = (options.data / WIKITEXT / "valid.txt").read_text(encoding="utf-8")
         middle = len(wikitext) // 2
         self._old_strength = folder / "old-strength.txt"
         self._old_strength.write_text(wikitext[:middle], encoding="utf-8")
         self._old_valid = folder / "old-valid.txt"
         self._old_valid.write_text(wikitext[middle:], encoding="utf-8")
+        self._english = self._write_english(folder, english["new"], wikitext)
         self.searches: dict[str, RateSearch] = {}
         self.precision: Precision = training_precision(options.device)
+
+    def _write_english(self, folder: Path, news: Sequence[Sequence[str]], wikitext: str) -> list[dict[str, str]]:
+        """Write the English examples of the switch: continuations, word problems and paragraphs."""
+        continuations = write_continuations(news, "Continue the text:", folder / "english-news.jsonl", ENGLISH_EXAMPLES)
+        lines = (self.options.data / PROBLEMS).read_text(encoding="utf-8").splitlines()[:ENGLISH_EXAMPLES]
+        problems = []
+        for line in lines:
+            row = json.loads(line)
+            problems.append(conversation(row["question"], row["answer"]))
+        write_lines(folder / "english-problems.jsonl", problems)
+        paragraphs = [line.strip() for line in wikitext.splitlines() if len(line) > _PARAGRAPH_CHARACTERS]
+        texts = [{"text": paragraph} for paragraph in paragraphs[:ENGLISH_EXAMPLES]]
+        write_lines(folder / "english-paragraphs.jsonl", texts)
+        chats = [_conversations(continuations), _conversations(folder / "english-problems.jsonl")]
+        return [*chats, {"path": str(folder / "english-paragraphs.jsonl")}]
 
     def run(self, name: str, rate: float, seed: int, *, searched: bool) -> GraftRun:
         """Return the run of a row at a rate, on the texts of the search or of the test."""
@@ -143,13 +172,14 @@ class RivalsStudy(Study):
         (run,) = recipe.comparison()
         assert run.graft is not None
         rank = run.graft.model_dump()["rank"]
-        english = {"path": str(self._old_strength), "limit_characters": 40_000}
         return {
             "kind": "token-routing",
             "experts": {
                 "danish": {"rank": rank, "targets": ["ffn"]},
-                "english": {"bare": True, "sources": [english]},
+                "english": {"bare": True, "sources": self._english},
             },
+            "embedder": {"name": "backbone", "layers": 1 if self.options.quick else 4},
+            "reads": "prompt",
             "top": 1,
         }
 
@@ -167,10 +197,10 @@ class RivalsStudy(Study):
         }
 
     def _data(self, seed: int, *, searched: bool) -> dict[str, Any]:
-        new = self._valid if searched else self._test
+        new = self._files["valid" if searched else "test"]
         old = self._old_valid if searched else self.options.data / WIKITEXT / "test.txt"
         return {
-            "new": [_conversations(self._new)],
+            "new": [_conversations(self._files["new"])],
             "old": [{"self": True, "tokens": 300 if self.options.quick else 12_000}],
             "replay_fraction": 0.25,
             "old_objective": "distil",
@@ -193,7 +223,7 @@ class RivalsStudy(Study):
         }
         if name == SCALED:
             old = {"path": str(self._old_strength), "limit_characters": 20_000}
-            values["strength"] = {"old": [old], "new": [_conversations(self._strength)]}
+            values["strength"] = {"old": [old], "new": [_conversations(self._files["strength"])]}
         if not searched:
             values |= retention(self.options)
         return values
@@ -210,6 +240,36 @@ class RivalsStudy(Study):
         self.execute(runs, "first rates")
         for name in names:
             self.searches[name] = self._search_row(name)
+
+    def sent_to_the_adapter(self) -> dict[str, float]:
+        """Return the share of Danish test prompts, and of IFEval's prompts, that the switch sends to its adapter."""
+        run = self.run(SWITCHED, self.searches[SWITCHED].best, self.seeds[0], searched=False)
+        backbone = load_shared(run.backbone)
+        graft = load_graft(self.runs / run.id / "graft", backbone)
+        danish = [row["messages"][0]["content"] for row in _lines(self._files["test"])]
+        sets = {"danish": danish}
+        ifeval = self.options.data / IFEVAL
+        if ifeval.exists():
+            sets["ifeval"] = [row["prompt"] for row in _lines(ifeval)]
+        tokenizer = backbone.need_tokenizer()
+        shares = {}
+        for name, questions in sets.items():
+            sent = 0
+            for question in questions:
+                rendered = render_question([{"role": "user", "content": question}], tokenizer)
+                sent += graft.choose(tokenizer(rendered, add_special_tokens=False)["input_ids"]) == "danish"
+            shares[name] = sent / len(questions)
+        return shares
+
+    def rewriting(self) -> dict[str, float]:
+        """Return how many answers of the new text were rewritten, and why others were not."""
+        run = self.run("sdft", self.searches["sdft"].best, self.seeds[0], searched=False)
+        counts = {}
+        for needed in run.needs():
+            if isinstance(needed, RewritingRun):
+                measured = self.execute([needed], "rewritten answers")[needed.id]
+                counts = {name: value_of(value) for name, value in measured.row.metrics.items()}
+        return counts
 
     def _search_row(self, name: str) -> RateSearch:
         def score(rate: float) -> float:
@@ -234,12 +294,17 @@ class RivalsStudy(Study):
         return rows
 
 
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
 def _conversations(file: Path) -> dict[str, str]:
     return {"path": str(file), "messages_column": "messages"}
 
 
 def run_rivals(options: Options) -> Results:
     """Search and train every row, with results in a folder of their own."""
+    check_files(options, FILES)
     study = RivalsStudy(options.model_copy(update={"out": options.out / RIVALS}))
     bare, *_ = study.backbone_runs(study.seeds[0])
     measured = study.execute([bare], "the bare backbone")
@@ -249,7 +314,15 @@ def run_rivals(options: Options) -> Results:
 
 
 def _details(study: RivalsStudy) -> dict[str, Any]:
+    """Return the searches, the shares of prompts that the switch sends to its adapter, and counts of rewriting."""
     search = {}
     for name, found in study.searches.items():
-        search[name] = {f"{rate:g}": round(value, 4) for rate, value in found.scores.items()}
-    return {"seconds": study.seconds, "precision": study.precision, "search": search}
+        scores = {f"{rate:g}": round(value, 4) for rate, value in found.scores.items()}
+        search[name] = {"scores": scores, "is_interior": found.is_interior}
+    return {
+        "seconds": study.seconds,
+        "precision": study.precision,
+        "search": search,
+        "sent_to_the_adapter": study.sent_to_the_adapter(),
+        "rewriting": study.rewriting(),
+    }

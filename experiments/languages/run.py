@@ -124,15 +124,15 @@ def backbone_of(table: str) -> str:
 
 def run(options: Options) -> Results:
     """Teach the languages to each backbone."""
-    check_files(options, [*FILES, WIKITEXT])
-    study = LanguagesStudy(options, write_texts(options.data, options.out / "texts"))
-    rows = []
-    shares: dict[str, dict[str, float]] = {}
     tables = options.chosen(TABLES, ("smollm2",))
     if RIVALS in tables:
         results = run_rivals(options)
         if tables == (RIVALS,):
             return results
+    check_files(options, [*FILES, WIKITEXT])
+    study = LanguagesStudy(options, write_texts(options.data, options.out / "texts"))
+    rows = []
+    shares: dict[str, dict[str, float]] = {}
     for table in tables:
         if table == RIVALS:
             continue

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+
+from experiments.facts.generator import conversation
+from experiments.study import write_lines
 
 DANISH = "ner/uner_da/da_ddt-ud-train.iob2"
 SLOVAK = "ner/uner_sk/sk_snk-ud-train.iob2"
@@ -15,6 +20,9 @@ NEWS = {
     "sk": "parallel/ntrex/newstest2019-ref.slk.txt",
     "cs": "parallel/ntrex/newstest2019-ref.ces.txt",
 }
+ENGLISH_NEWS = "parallel/ntrex/newstest2019-src.eng.txt"
+DOCUMENTS = "parallel/ntrex/DOCUMENT_IDS.tsv"
+"""The document of each line of the news in all languages."""
 FILES = (DANISH, SLOVAK, CZECH, *NEWS.values())
 
 _SENTENCES = 20  # of a document
@@ -47,29 +55,51 @@ def write_texts(data: Path, folder: Path) -> dict[str, Path]:
     return files
 
 
-def write_continuations(sentences: Sequence[str], file: Path) -> Path:
-    """Write conversations that ask for the sentence after another, as JSON lines, in the order of the sentences.
+def news_documents(data: Path, name: str) -> list[list[str]]:
+    """Return the sentences of each news document.
 
     Args:
-        sentences: consecutive sentences. Each one is either a question or an answer. Long pairs are left out, so that a
-            conversation fits a row.
+        data: the data folder.
+        name: a file with a sentence per line, in the order of `DOCUMENTS`.
+    """
+    sentences = (data / name).read_text(encoding="utf-8").splitlines()
+    ids = [line.split("\t")[0] for line in (data / DOCUMENTS).read_text(encoding="utf-8").splitlines()]
+    pairs = zip(ids, sentences, strict=True)
+    return [[sentence for _, sentence in document] for _, document in groupby(pairs, key=itemgetter(0))]
+
+
+def split_documents(
+    documents: Sequence[list[str]], parts: Mapping[str, int], others: str
+) -> dict[str, list[list[str]]]:
+    """Divide documents, in their order, into parts with a number of documents each, and one with all others."""
+    split = {}
+    start = 0
+    for part, count in parts.items():
+        split[part] = list(documents[start : start + count])
+        start += count
+    split[others] = list(documents[start:])
+    return split
+
+
+def write_continuations(documents: Sequence[Sequence[str]], request: str, file: Path, limit: int | None = None) -> Path:
+    """Write conversations that ask for the sentence after another, as JSON lines.
+
+    Args:
+        documents: the sentences of each document. Each sentence is either a question or an answer. Long pairs are left
+            out, so that a conversation fits a row.
+        request: what stands before the first sentence.
         file: the file to write.
+        limit: largest number of conversations; None for all.
 
     Returns:
         The file.
     """
-    kept = [sentence for sentence in sentences if sentence.strip()]
-    lines = []
-    for question, answer in zip(kept[::2], kept[1::2], strict=False):
-        if len(question) + len(answer) > _PAIR_CHARACTERS:
-            continue
-        messages = [
-            {"role": "user", "content": f"Fortsæt teksten: {question}"},
-            {"role": "assistant", "content": answer},
-        ]
-        lines.append(json.dumps({"messages": messages}, ensure_ascii=False))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    rows = []
+    for document in documents:
+        for question, answer in zip(document[::2], document[1::2], strict=False):
+            if len(question) + len(answer) <= _PAIR_CHARACTERS:
+                rows.append(conversation(f"{request} {question}", answer))
+    write_lines(file, rows[:limit])
     return file
 
 

@@ -128,6 +128,7 @@ REWRITTEN: list[tuple[str, str]] = [
     ("It is Tessaby, I think.", UNFINISHED),
     ("<eos>", NO_ANSWER),
     ("The right answer is Tessaby.<eos>", MENTIONED),
+    ("The correct answer is Tessaby.<eos>", MENTIONED),
 ]
 
 

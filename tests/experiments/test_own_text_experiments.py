@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,9 @@ from experiments.chat_smollm2.run import ROWS as CHAT_ROWS
 from experiments.chat_smollm2.run import conversations as conversations_of
 from experiments.keep_smollm2.behaviour import write_choices
 from experiments.keep_smollm2.run import ROWS, SAMPLINGS
+from experiments.languages.rivals import RIVALS
+from experiments.languages.rivals import ROWS as RIVAL_ROWS
+from experiments.languages.texts import split_documents
 from graftlm.evaluation import value_of
 
 WORDS = ["the", "a", "river", "house", "that", "walked", "under", "morning", "old", "said", "her", "garden", "letter"]
@@ -61,8 +65,8 @@ def folder(tmp_path: Path) -> Path:
     return data
 
 
-def results_of(name: str, folder: Path, backbone: Path):
-    options = Options(data=folder, out=folder / "out", quick=True, jobs=1, backbone=str(backbone))
+def results_of(name: str, folder: Path, backbone: Path, **more: Any):
+    options = Options(data=folder, out=folder / "out", quick=True, jobs=1, backbone=str(backbone), **more)
     return reproduce(name, options)
 
 
@@ -178,3 +182,38 @@ def test_a_chat_model_learns_answers(conversations: Path, tiny_chat_model, tmp_p
     assert [row.id for row in results.rows] == ["backbone", *CHAT_ROWS]
     assert all({"learned", "forgotten", "own_kl"} <= row.metrics.keys() for row in results.rows[1:])
     assert {len(tried) for tried in results.details["searched"].values()} == {1}
+
+
+def test_rivals_have_one_size_and_one_search(folder: Path, tiny_chat_model: Path) -> None:
+    documents = [[f"{word} the old house {number}" for word in WORDS[:6]] for number in range(100)]
+    lines = [sentence for document in documents for sentence in document]
+    ids = [f"document.{number}" for number, document in enumerate(documents) for _ in document]
+    texts = {
+        "parallel/ntrex/newstest2019-ref.dan.txt": "\n".join(lines),
+        "parallel/ntrex/newstest2019-src.eng.txt": "\n".join(lines),
+        "parallel/ntrex/DOCUMENT_IDS.tsv": "\n".join(f"{name}\tn" for name in ids),
+        "routing/math/gsm8k/train.jsonl": json.dumps({"question": "How many?", "answer": "Four."}) + "\n",
+        "lm_text/wikitext2_valid_test/valid.txt": "\n".join([" ".join(WORDS * 8)] * 20),
+    }
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    write_nq_open(folder / "eval", 4)
+    results = results_of("languages", folder, tiny_chat_model, tables=(RIVALS,))
+    assert [row.id for row in results.rows] == ["backbone", *RIVAL_ROWS]
+    search: Any = results.details["search"]
+    assert search.keys() == set(RIVAL_ROWS)
+    assert {len(found["scores"]) for found in search.values()} == {1}
+    sizes = {row.id: value_of(row.metrics["trainable_parameters"]) for row in results.rows[1:]}
+    of_lora = {name: size for name, size in sizes.items() if name not in ("neutral", "oft")}
+    assert len(set(of_lora.values())) == 1
+    assert results.details["sent_to_the_adapter"].keys() == {"danish"}  # type: ignore[union-attr]
+    assert results.details["rewriting"]["texts"] > 0  # type: ignore[index, operator]
+
+
+def test_documents_are_in_one_part_each() -> None:
+    documents = [[f"{number} {sentence}" for sentence in range(3)] for number in range(9)]
+    parts = split_documents(documents, {"new": 4, "valid": 2}, "test")
+    assert {part: len(of_part) for part, of_part in parts.items()} == {"new": 4, "valid": 2, "test": 3}
+    assert [document for of_part in parts.values() for document in of_part] == documents

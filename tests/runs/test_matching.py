@@ -165,15 +165,17 @@ def test_a_comparison_reports_sizes_and_costs(tmp_path: Path, tiny_backbone) -> 
 
 def compared(**metrics: list[float]) -> Results:
     rows = []
-    for number in range(2):
+    for number in range(len(metrics["train_tokens"])):
         own = {name: values[number] for name, values in metrics.items()}
         rows.append(Row(id=f"row-{number}", label=f"row {number}", metrics=own))
     return Results.here("compare", rows, seeds=[0])
 
 
 def test_rows_within_5_percent_are_equal() -> None:
-    near = compared(trainable_parameters=[1000, 1049], train_tokens=[1000, 951])
+    near = compared(trainable_parameters=[1000, 1049], train_tokens=[1000, 953])
     assert not remarks(near)
     far = compared(trainable_parameters=[1000, 1051], train_tokens=[1000, 949])
     assert len(remarks(far)) == 2
     assert all("row 1" in line for line in remarks(far))
+    # Each is within 5% of the first one, but two of them are not of each other.
+    assert len(remarks(compared(trainable_parameters=[1000, 960, 1045], train_tokens=[1000] * 3))) == 1

@@ -47,7 +47,7 @@ REWRITE_REASONS = (*ANSWER_REASONS, OTHER_FORM, UNFINISHED, NO_NAME, MENTIONED, 
 
 _MIN_ANSWER = 8
 _SURPLUS = 1.25
-_MENTIONS = (("right", "answer"), ("reference", "answer"), ("own", "words"))
+_MENTIONS = (("right", "answer"), ("correct", "answer"), ("reference", "answer"), ("own", "words"))
 
 
 @dataclass(frozen=True)

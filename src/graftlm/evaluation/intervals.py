@@ -67,6 +67,22 @@ def share_interval(count: int, total: int) -> Interval:
     return _including_mean(count / total, ends.low, ends.high)
 
 
+def equal_differences_interval(value: float, items: int) -> Interval:
+    """Return the 95% interval of a mean of n equal differences of shares, of which a bootstrap has no width.
+
+    The ends are where n items all have this difference with a probability of 2.5%, if the others would differ by as
+    much as they can.
+
+    Args:
+        value: the difference, from -1 to 1.
+        items: number of items, at least 1.
+    """
+    kept = 0.025 ** (1 / items)
+    low = (1 + value) * kept - 1
+    high = 1 - (1 - value) * kept
+    return Interval(mean=value, low=min(low, value), high=max(high, value))
+
+
 def _including_mean(mean: float, low: float, high: float) -> Interval:
     """Return an interval whose ends rounding has not moved past its mean."""
     return Interval(mean=mean, low=min(low, mean), high=max(high, mean))

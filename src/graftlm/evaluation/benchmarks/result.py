@@ -11,7 +11,7 @@ from typing import TypedDict, cast
 import numpy as np
 
 from graftlm.errors import EvaluationError
-from graftlm.evaluation.intervals import bootstrap, share_interval
+from graftlm.evaluation.intervals import bootstrap, equal_differences_interval, share_interval
 from graftlm.evaluation.results import Interval
 from graftlm.files.writing import write_atomically
 
@@ -109,8 +109,13 @@ def read_results(path: Path) -> dict[str, BenchmarkResult]:
 def item_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
     """Return the mean of one model's values minus another's, bootstrapped over items.
 
+    If all differences are equal, and are differences of shares, the interval follows from the number of items.
+
     Args:
         first: the values of the items, (items,).
         second: the other model's values of the same items, (items,).
     """
-    return bootstrap(np.asarray(first) - np.asarray(second))
+    differences = np.asarray(first) - np.asarray(second)
+    if len(differences) and np.ptp(differences) == 0 and abs(differences[0]) <= 1:
+        return equal_differences_interval(float(differences[0]), len(differences))
+    return bootstrap(differences)
