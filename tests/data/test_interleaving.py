@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from graftlm.data import NEW, OLD, DataConfig, Document, Mixture, RowPacker, StreamingBlocks, TokenBlocks, build_mixture
 from graftlm.data.interleaving import Choice, InterleavedBlocks, InterleavedStreams
 from graftlm.data.marked_ids import PADDING
+from graftlm.data.mixture import SourceRead
 from graftlm.errors import DataError, RecipeError
 from tiny import tiny_tokenizer
 
@@ -252,13 +253,18 @@ def files(tmp_path: Path) -> list[str]:
     return paths
 
 
-def of_recipe(sources: list[dict[str, Any]], steps: int = 200, **data: Any) -> list[float]:
-    """The shares of the sources of a mixture after some steps."""
+def read_by_recipe(sources: list[dict[str, Any]], steps: int = 200, **data: Any) -> list[SourceRead]:
+    """How much of the sources of a mixture of rows of 16 tokens was read after some steps of 4 rows."""
     config = DataConfig.parse({"new": sources, "replay_fraction": 0, "length": 16} | data)
     mixed = build_mixture(config, tiny_tokenizer(), 4)
     for step in range(steps):
         mixed.batch(step)
-    return [read.get("share", 0) for read in mixed.text_read(steps)]
+    return mixed.text_read(steps)
+
+
+def of_recipe(sources: list[dict[str, Any]], steps: int = 200, **data: Any) -> list[float]:
+    """The shares of the sources of a mixture after some steps."""
+    return [read.get("share", 0) for read in read_by_recipe(sources, steps, **data)]
 
 
 @pytest.mark.parametrize("streaming", [(False, False, False), (True, True, True), (True, False, False)])
@@ -269,6 +275,19 @@ def test_weights_are_shares_of_tokens(files: list[str], streaming: tuple[bool, .
         for path, weight, streams in zip(files, (0.5, 0.25, 0.25), streaming, strict=True)
     ]
     assert of_recipe(sources, boundaries=boundaries) == pytest.approx([0.5, 0.25, 0.25], abs=0.01)
+
+
+@pytest.mark.parametrize("weighted", [1, 3])
+def test_a_stream_and_the_same_text_in_memory_report_the_same_passes(files: list[str], weighted: int) -> None:
+    """What the stream has read ahead is not what was trained on. One source alone is not interleaved."""
+    sources = [{"path": path, "weight": weight} for path, weight in zip(files[:weighted], (3, 1, 1), strict=False)]
+    in_memory = read_by_recipe(sources, steps=500)
+    streamed = read_by_recipe([{**source, "streaming": True} for source in sources], steps=500)
+    padding = 16 / min(read["tokens"] for read in in_memory)  # last rows in memory are padded
+    for read, expected in zip(streamed, in_memory, strict=True):
+        assert read["tokens"] == expected["tokens"]
+        assert read.get("passes") == pytest.approx(expected.get("passes"), rel=padding, abs=16 / read["tokens"])
+        assert read.get("share") == pytest.approx(expected.get("share"), abs=0.005)
 
 
 def test_a_source_without_a_weight_has_1_and_one_of_weight_0_is_left_out(files: list[str]) -> None:

@@ -32,8 +32,8 @@ class SourceRead(TypedDict):
     Attributes:
         domain: old or new.
         source: title of the source.
-        tokens: number of its tokens; of a stream, of those that were read so far.
-        passes: number of times that they were read; missing for a stream that has not come to its end.
+        tokens: number of its tokens; of a stream that has not come to its end, those of the rows that were drawn.
+        passes: number of times that they were drawn; missing for a stream that has not come to its end.
         share: its share of the tokens of the domain in the rows that were drawn; missing before the first row.
     """
 
