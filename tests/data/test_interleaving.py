@@ -253,7 +253,10 @@ def files(tmp_path: Path) -> list[str]:
     return paths
 
 
-def read_by_recipe(sources: list[dict[str, Any]], steps: int = 200, **data: Any) -> list[SourceRead]:
+Sources = list[dict[str, Any]] | dict[str, list[dict[str, Any]]]
+
+
+def read_by_recipe(sources: Sources, steps: int = 200, **data: Any) -> list[SourceRead]:
     """How much of the sources of a mixture of rows of 16 tokens was read after some steps of 4 rows."""
     config = DataConfig.parse({"new": sources, "replay_fraction": 0, "length": 16} | data)
     mixed = build_mixture(config, tiny_tokenizer(), 4)
@@ -262,7 +265,7 @@ def read_by_recipe(sources: list[dict[str, Any]], steps: int = 200, **data: Any)
     return mixed.text_read(steps)
 
 
-def of_recipe(sources: list[dict[str, Any]], steps: int = 200, **data: Any) -> list[float]:
+def of_recipe(sources: Sources, steps: int = 200, **data: Any) -> list[float]:
     """The shares of the sources of a mixture after some steps."""
     return [read.get("share", 0) for read in read_by_recipe(sources, steps, **data)]
 
@@ -311,6 +314,40 @@ def test_a_temperature_flattens_sizes(files: list[str], temperature: float) -> N
     sizes = np.array(of_recipe(plain)) ** temperature
     shares = of_recipe(plain, weights={"temperature": temperature})
     assert shares == pytest.approx((sizes / sizes.sum()).tolist(), abs=0.01)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_a_temperature_flattens_the_sizes_of_sets_not_of_files(files: list[str], temperature: float) -> None:
+    """Where a set's file is split, its parts share the set's tokens in proportion to theirs."""
+    weights = {"temperature": temperature}
+    small, large, medium = ([{"path": path}] for path in files)
+    whole = of_recipe({"small": small, "large": large, "medium": medium}, weights=weights)
+    text = Path(files[1]).read_text()
+    cut = text.index(" ", len(text) // 4)
+    halves = []
+    for number, part in enumerate((text[:cut], text[cut:])):
+        path = Path(files[1]).with_name(f"part-{number}.txt")
+        path.write_text(part)
+        halves.append({"path": str(path)})
+    split = of_recipe({"small": small, "large": halves, "medium": medium}, weights=weights)
+    assert [split[0], split[1] + split[2], split[3]] == pytest.approx(whole, abs=0.005)
+    assert split[2] == pytest.approx(3 * split[1], rel=0.05)
+    assert whole == pytest.approx(of_recipe([*small, *large, *medium], weights=weights), abs=1e-9)
+
+
+def test_a_temperature_acts_on_tokens_where_rows_are_padded(tmp_path: Path) -> None:
+    """One source has a short document in each row, and the other full rows."""
+    short = {"path": str(tmp_path / "short.jsonl")}
+    full = {"path": str(tmp_path / "full.txt")}
+    rows = [{"text": "word moon"[: 8 + number]} for number in (0, 1)] * 60
+    Path(short["path"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path(full["path"]).write_text("word " * 100)
+    data: dict[str, Any] = {"boundaries": "whole", "length": 16}
+    tokens = np.array([read["tokens"] for read in read_by_recipe([short, full], steps=0, **data)])
+    assert tokens[0] < 0.7 * 16 * len(rows), "its rows are padded"
+    expected = tokens**0.5 / (tokens**0.5).sum()
+    shares = of_recipe([short, full], weights={"temperature": 0.5}, **data)
+    assert shares == pytest.approx(expected.tolist(), abs=0.005)
 
 
 def test_text_that_the_backbone_sampled_has_a_weight(files: list[str]) -> None:

@@ -360,7 +360,7 @@ def build_blocks(
     if len(in_memory) < len(parts):
         return InterleavedStreams(parts, weights)
     if config.weights is not None:
-        weights = [Fraction(part.n_tokens() ** config.weights.temperature) for part in in_memory]
+        weights = _weights_of_sizes(sources, in_memory, config.weights.temperature)
     elif not is_weighted:
         weights = [Fraction(part.n_tokens()) for part in in_memory]
     return InterleavedBlocks(in_memory, weights)
@@ -373,6 +373,29 @@ def _is_streaming(source: OldSource) -> bool:
 def _weight(source: OldSource) -> Fraction:
     """Return the weight of a source as it was written, such as 1/10 for 0.1; 1 without one."""
     return Fraction(1) if source.weight is None else Fraction(repr(source.weight))
+
+
+def _weights_of_sizes(
+    sources: Sequence[OldSource],
+    parts: Sequence[TokenBlocks],
+    temperature: float,
+) -> list[Fraction]:
+    """Return the weight of each source, n_i N^T / N, so that a set of N tokens has the weight N^T.
+
+    Args:
+        sources: the sources; one without a named set is a set by itself.
+        parts: the rows of each source, of n_i tokens.
+        temperature: T, above 0.
+    """
+    names = [source.set or number for number, source in enumerate(sources)]
+    sizes = [part.n_tokens() for part in parts]
+    of_sets: Counter[str | int] = Counter()
+    for name, size in zip(names, sizes, strict=True):
+        of_sets[name] += size
+    return [
+        Fraction(of_sets[name] ** temperature) * Fraction(size, of_sets[name])
+        for name, size in zip(names, sizes, strict=True)
+    ]
 
 
 def _blocks_together(
