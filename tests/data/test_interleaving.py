@@ -159,6 +159,17 @@ def test_streams_and_memory_have_the_same_order_of_sources(weights: list[int]) -
     assert sources_of(from_streams) == sources_of(in_memory(weights).take(0, 90, KEY))
 
 
+@settings(deadline=None)
+@given(weights_of_sources)
+def test_rows_in_memory_come_from_the_sources_that_the_rule_chooses(weights: list[int]) -> None:
+    choice = Choice(weights, row=LENGTH)
+    rows = [0] * len(weights)
+    _, sources = in_memory(weights).draw(0, 2 * sum(weights), KEY)
+    for source in sources.tolist():
+        assert source == choice.next([count * LENGTH for count in rows])
+        rows[source] += 1
+
+
 def mixture(boundaries: Any = "separate") -> Mixture:
     """A streaming source beside one in memory as new text, and old text in memory."""
     packed = TokenBlocks(np.full((3, LENGTH), 7, dtype=np.int32), boundaries, tokens_by_source={"memory": 24})

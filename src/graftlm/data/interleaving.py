@@ -17,6 +17,7 @@ Each source repeats by itself, every time in a new order.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -343,12 +344,27 @@ def _limited_weights(weights: Sequence[Fraction]) -> list[int]:
 
 
 def _period(weights: Sequence[int]) -> np.ndarray:
-    """Return the source of each row of a period, int64, (sum of the weights,)."""
-    choice = Choice(weights, row=1)
+    """Return the source of each row of a period, int64, (sum of the weights,).
+
+    These are the sources that `Choice` chooses where all rows are full. Row k of a source of share p may then be drawn
+    from row floor(k / p) on, and its window ends at (k + 1) / p. The sources whose next row may be drawn are in a heap,
+    so that a period of n rows of s sources takes O(n log s).
+    """
+    total = sum(weights)
+    common = math.lcm(*weights)
+    costs = [common // weight for weight in weights]  # in the proportions of 1 / p
     rows = [0] * len(weights)
-    sources = []
-    for _ in range(sum(weights)):
-        source = choice.next(rows)
-        sources.append(source)
-        rows[source] += 1
-    return np.array(sources)
+    allowed = [(cost, number) for number, cost in enumerate(costs)]  # the end of the next row, and the source
+    heapq.heapify(allowed)
+    waiting: list[tuple[int, int]] = []  # the first position of the next row, and the source
+    sources = np.empty(total, dtype=np.int64)
+    for position in range(total):
+        while waiting and waiting[0][0] <= position:
+            _, number = heapq.heappop(waiting)
+            heapq.heappush(allowed, ((rows[number] + 1) * costs[number], number))
+        _, number = heapq.heappop(allowed)
+        sources[position] = number
+        rows[number] += 1
+        first = rows[number] * total // weights[number]
+        heapq.heappush(waiting, (first, number))
+    return sources
