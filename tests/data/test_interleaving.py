@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from graftlm.data import NEW, OLD, DataConfig, Document, Mixture, RowPacker, StreamingBlocks, TokenBlocks, build_mixture
 from graftlm.data.interleaving import Choice, InterleavedBlocks, InterleavedStreams
 from graftlm.data.marked_ids import PADDING
-from graftlm.data.mixture import SourceRead
+from graftlm.data.mixture import SourceRead, check_weights
 from graftlm.errors import DataError, RecipeError
 from tiny import tiny_tokenizer
 
@@ -375,6 +375,29 @@ def test_text_that_the_backbone_sampled_has_a_weight(files: list[str]) -> None:
     old[1]["streaming"] = True
     streamed = DataConfig.parse({"new": new, "old": old, "replay_fraction": 0.5, "length": 16})
     assert list(build_mixture(streamed, tiny_tokenizer(), 4, own_text).state_dict()) == [str(OLD)]
+
+
+@pytest.mark.parametrize("share", [1e-6, 2.5 / 262_144, 9.5 / 262_144])
+def test_a_share_that_rounding_would_change_is_refused_with_the_name_of_its_source(share: float) -> None:
+    """Already before the texts are read, or the backbone samples text."""
+    weights = [Fraction(repr(1 - share)), Fraction(repr(share))]
+    with pytest.raises(DataError) as error:
+        InterleavedBlocks([blocks(7, 4), blocks(8, 4)], weights)
+    assert "8:" in str(error.value)
+    sources = [{"path": "many", "weight": 1 - share}, {"path": "few", "weight": share}]
+    with pytest.raises(DataError) as error:
+        check_weights(DataConfig.parse({"new": sources}))
+    assert "few" in str(error.value)
+    own = {"self": True, "weight": share}
+    with pytest.raises(DataError) as error:
+        check_weights(DataConfig.parse({"new": [{"path": "a"}], "old": [sources[0], own]}))
+    assert "own text" in str(error.value)
+
+
+@pytest.mark.parametrize("share", [Fraction(3, 262_144), Fraction(1045, 26_214_400)])
+def test_small_shares_are_kept_within_a_twentieth_of_them(share: Fraction) -> None:
+    mixed = InterleavedBlocks([blocks(0, 4), blocks(1, 4)], [1 - share, share])
+    assert mixed.counts(1 << 24)[1] / (1 << 24) == pytest.approx(float(share), rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,8 @@ class InterleavedBlocks:
         for part, (start, stop) in zip(self.parts, pairwise(self._starts), strict=True):
             part.marked = self.marked[start:stop]
         by_row = [weight * len(part) / part.n_tokens() for weight, part in zip(weights, parts, strict=True)]
-        self.weights = _limited_weights(by_row)
+        names = [", ".join(part.tokens_by_source) for part in parts]
+        self.weights = limited_weights(by_row, names)
         self._sources = _period(self.weights)
         ones = self._sources[:, None] == np.arange(len(parts))
         self._counts = np.concatenate([np.zeros((1, len(parts)), dtype=np.int64), np.cumsum(ones, axis=0)])
@@ -322,8 +323,12 @@ def _sum(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
     return total
 
 
-def _limited_weights(weights: Sequence[Fraction]) -> list[int]:
+def limited_weights(weights: Sequence[Fraction], names: Sequence[str]) -> list[int]:
     """Return whole numbers in the proportions of positive weights, rounded if their sum would be large.
+
+    Args:
+        weights: the weight of the rows of each source.
+        names: the name of each source, for error messages.
 
     Raises:
         DataError: a share is too small for the rounding.
@@ -334,11 +339,11 @@ def _limited_weights(weights: Sequence[Fraction]) -> list[int]:
         return numbers
     exact = [Fraction(number * _MAX_PERIOD, total) for number in numbers]
     rounded = [round(number) for number in exact]
-    for number, whole in zip(exact, rounded, strict=True):
+    for number, whole, name in zip(exact, rounded, names, strict=True):
         if abs(whole - number) > _ROUNDING * number:
             raise DataError(
-                f"The weights give a source {float(number / _MAX_PERIOD):.2g} of the rows, but shares of less than "
-                f"{10 / _MAX_PERIOD:.2g} can't be interleaved: raise its weight, or leave the source out."
+                f"{name}: its weight gives it {float(number / _MAX_PERIOD):.2g} of the rows, but shares of less than "
+                f"{10 / _MAX_PERIOD:.2g} can't be interleaved: raise the weight, or leave the source out."
             )
     return rounded
 

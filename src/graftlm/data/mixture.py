@@ -15,7 +15,7 @@ from graftlm.backbone import padding_id
 from graftlm.data.blocks import TokenBlocks, pack
 from graftlm.data.boundaries import Boundaries, check_rows, split_rows
 from graftlm.data.config import DataConfig, check_domains
-from graftlm.data.interleaving import InterleavedBlocks, InterleavedStreams
+from graftlm.data.interleaving import InterleavedBlocks, InterleavedStreams, limited_weights
 from graftlm.data.rows import DOMAIN_NAMES, NEW, NO_SET, OLD, Batch, collate
 from graftlm.data.source_config import OldSource, SelfSourceConfig, SourceConfig
 from graftlm.data.sources import Document, read_documents
@@ -24,6 +24,8 @@ from graftlm.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_OWN_TEXT = "The backbone's own text"
 
 
 class SourceRead(TypedDict):
@@ -370,6 +372,20 @@ def _is_streaming(source: OldSource) -> bool:
     return isinstance(source, SourceConfig) and source.streaming
 
 
+def check_weights(config: DataConfig) -> None:
+    """Check that the weights of sources in memory are not too unequal, as far as that is known without their text.
+
+    Rows are taken to be full, and sources by whose sizes a temperature weights are not checked.
+
+    Raises:
+        DataError: a source has too small a share.
+    """
+    for sources in (config.new, config.old if config.replay_fraction else []):
+        if not any(_is_streaming(source) for source in sources):
+            names = [source.title if isinstance(source, SourceConfig) else _OWN_TEXT for source in sources]
+            limited_weights([_weight(source) for source in sources], names)
+
+
 def _weight(source: OldSource) -> Fraction:
     """Return the weight of a source as it was written, such as 1/10 for 0.1; 1 without one."""
     return Fraction(1) if source.weight is None else Fraction(repr(source.weight))
@@ -434,12 +450,11 @@ def _pack_own_text(
 ) -> TokenBlocks:
     """Pack the marked ids of sampled texts into rows."""
     marked = np.concatenate(own_text)
-    name = "The backbone's own text"
-    check_rows(len(marked), config.length, config.boundaries, name)
+    check_rows(len(marked), config.length, config.boundaries, _OWN_TEXT)
     rows = split_rows(marked, config.length, config.boundaries)
     return TokenBlocks(
         rows,
         boundaries=config.boundaries,
         pad_id=padding_id(tokenizer),
-        tokens_by_source={name: len(marked)},
+        tokens_by_source={_OWN_TEXT: len(marked)},
     )
