@@ -28,7 +28,7 @@ from typing import TypedDict, cast
 
 import numpy as np
 
-from graftlm.data.blocks import Digest, TokenBlocks
+from graftlm.data.blocks import Digest, RowsWithoutTarget, TokenBlocks
 from graftlm.data.boundaries import Boundaries
 from graftlm.data.marked_ids import PADDING
 from graftlm.data.streams import StreamingBlocks, TextRead
@@ -122,9 +122,13 @@ class InterleavedBlocks:
         """How often each key of messages and column beside them was not read; see `RowPacker`."""
         return _sum(part.ignored_keys for part in self.parts)
 
-    def without_target(self) -> int:
-        """Return the number of rows that have no predicted token."""
-        return sum(part.without_target() for part in self.parts)
+    def without_target(self) -> RowsWithoutTarget:
+        """Return the numbers of rows that have no predicted token."""
+        parts = [part.without_target() for part in self.parts]
+        return RowsWithoutTarget(
+            unscored=sum(part.unscored for part in parts),
+            single=sum(part.single for part in parts),
+        )
 
     def text_read(self, rows: int) -> list[TextRead]:
         """Return how much of each source was read in the first `rows` rows of `take`."""

@@ -313,10 +313,20 @@ def _notes_on_targets(batches: Batches) -> Iterator[str]:
         if not isinstance(rows, MemoryBlocks):
             continue
         without = rows.without_target()
-        if without:
+        of_all = f"Of the {len(rows):,} {DOMAIN_NAMES[domain]} {'row' if len(rows) == 1 else 'rows'}"
+        if without.unscored:
+            is_one = without.unscored == 1
+            cause = "a prompt or conversation is" if is_one else "prompts or conversations are"
             yield (
-                f"Of the {len(rows):,} {DOMAIN_NAMES[domain]} rows, {without:,} have no token to learn, since prompts "
-                "or conversations are longer than a row: raise data.length, or set data.boundaries to whole."
+                f"{of_all}, {without.unscored:,} {'has' if is_one else 'have'} no token to learn, since {cause} longer "
+                "than a row: raise data.length, or set data.boundaries to whole."
+            )
+        if without.single:
+            is_one = without.single == 1
+            cause = "it has" if is_one else "they have"
+            yield (
+                f"{of_all}, {without.single:,} {'has' if is_one else 'have'} no token to learn, since {cause} a single "
+                "token of each document, which is not predicted."
             )
 
 
