@@ -62,8 +62,8 @@ class DataConfig(Config):
     )
     weights: WeightsConfig | None = Field(
         None,
-        description="`temperature: T`: shares of named sets, or of sources without one, in proportion to tokens to "
-        "the power of T.",
+        description="`temperature: T`: shares of named sets, else of sources, in proportion to tokens to the "
+        "power of T.",
     )
     replay_fraction: float = Field(0.1, ge=0, lt=1, description="Share of the rows that come from old; 0 ignores old.")
     old_objective: Literal["replay", "distil"] = Field(
