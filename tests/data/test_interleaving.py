@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from graftlm.data import NEW, OLD, DataConfig, Document, Mixture, RowPacker, StreamingBlocks, TokenBlocks, build_mixture
 from graftlm.data.interleaving import Choice, InterleavedBlocks, InterleavedStreams
 from graftlm.data.marked_ids import PADDING
+from graftlm.data.mixture import SourceRead, check_weights
 from graftlm.errors import DataError, RecipeError
 from tiny import tiny_tokenizer
 
@@ -158,6 +159,17 @@ def test_streams_and_memory_have_the_same_order_of_sources(weights: list[int]) -
     assert sources_of(from_streams) == sources_of(in_memory(weights).take(0, 90, KEY))
 
 
+@settings(deadline=None)
+@given(weights_of_sources)
+def test_rows_in_memory_come_from_the_sources_that_the_rule_chooses(weights: list[int]) -> None:
+    choice = Choice(weights, row=LENGTH)
+    rows = [0] * len(weights)
+    _, sources = in_memory(weights).draw(0, 2 * sum(weights), KEY)
+    for source in sources.tolist():
+        assert source == choice.next([count * LENGTH for count in rows])
+        rows[source] += 1
+
+
 def mixture(boundaries: Any = "separate") -> Mixture:
     """A streaming source beside one in memory as new text, and old text in memory."""
     packed = TokenBlocks(np.full((3, LENGTH), 7, dtype=np.int32), boundaries, tokens_by_source={"memory": 24})
@@ -252,13 +264,21 @@ def files(tmp_path: Path) -> list[str]:
     return paths
 
 
-def of_recipe(sources: list[dict[str, Any]], steps: int = 200, **data: Any) -> list[float]:
-    """The shares of the sources of a mixture after some steps."""
+Sources = list[dict[str, Any]] | dict[str, list[dict[str, Any]]]
+
+
+def read_by_recipe(sources: Sources, steps: int = 200, **data: Any) -> list[SourceRead]:
+    """How much of the sources of a mixture of rows of 16 tokens was read after some steps of 4 rows."""
     config = DataConfig.parse({"new": sources, "replay_fraction": 0, "length": 16} | data)
     mixed = build_mixture(config, tiny_tokenizer(), 4)
     for step in range(steps):
         mixed.batch(step)
-    return [read.get("share", 0) for read in mixed.text_read(steps)]
+    return mixed.text_read(steps)
+
+
+def of_recipe(sources: Sources, steps: int = 200, **data: Any) -> list[float]:
+    """The shares of the sources of a mixture after some steps."""
+    return [read.get("share", 0) for read in read_by_recipe(sources, steps, **data)]
 
 
 @pytest.mark.parametrize("streaming", [(False, False, False), (True, True, True), (True, False, False)])
@@ -269,6 +289,19 @@ def test_weights_are_shares_of_tokens(files: list[str], streaming: tuple[bool, .
         for path, weight, streams in zip(files, (0.5, 0.25, 0.25), streaming, strict=True)
     ]
     assert of_recipe(sources, boundaries=boundaries) == pytest.approx([0.5, 0.25, 0.25], abs=0.01)
+
+
+@pytest.mark.parametrize("weighted", [1, 3])
+def test_a_stream_and_the_same_text_in_memory_report_the_same_passes(files: list[str], weighted: int) -> None:
+    """What the stream has read ahead is not what was trained on. One source alone is not interleaved."""
+    sources = [{"path": path, "weight": weight} for path, weight in zip(files[:weighted], (3, 1, 1), strict=False)]
+    in_memory = read_by_recipe(sources, steps=500)
+    streamed = read_by_recipe([{**source, "streaming": True} for source in sources], steps=500)
+    padding = 16 / min(read["tokens"] for read in in_memory)  # last rows in memory are padded
+    for read, expected in zip(streamed, in_memory, strict=True):
+        assert read["tokens"] == expected["tokens"]
+        assert read.get("passes") == pytest.approx(expected.get("passes"), rel=padding, abs=16 / read["tokens"])
+        assert read.get("share") == pytest.approx(expected.get("share"), abs=0.005)
 
 
 def test_a_source_without_a_weight_has_1_and_one_of_weight_0_is_left_out(files: list[str]) -> None:
@@ -294,6 +327,40 @@ def test_a_temperature_flattens_sizes(files: list[str], temperature: float) -> N
     assert shares == pytest.approx((sizes / sizes.sum()).tolist(), abs=0.01)
 
 
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_a_temperature_flattens_the_sizes_of_sets_not_of_files(files: list[str], temperature: float) -> None:
+    """Where a set's file is split, its parts share the set's tokens in proportion to theirs."""
+    weights = {"temperature": temperature}
+    small, large, medium = ([{"path": path}] for path in files)
+    whole = of_recipe({"small": small, "large": large, "medium": medium}, weights=weights)
+    text = Path(files[1]).read_text()
+    cut = text.index(" ", len(text) // 4)
+    halves = []
+    for number, part in enumerate((text[:cut], text[cut:])):
+        path = Path(files[1]).with_name(f"part-{number}.txt")
+        path.write_text(part)
+        halves.append({"path": str(path)})
+    split = of_recipe({"small": small, "large": halves, "medium": medium}, weights=weights)
+    assert [split[0], split[1] + split[2], split[3]] == pytest.approx(whole, abs=0.005)
+    assert split[2] == pytest.approx(3 * split[1], rel=0.05)
+    assert whole == pytest.approx(of_recipe([*small, *large, *medium], weights=weights), abs=1e-9)
+
+
+def test_a_temperature_acts_on_tokens_where_rows_are_padded(tmp_path: Path) -> None:
+    """One source has a short document in each row, and the other full rows."""
+    short = {"path": str(tmp_path / "short.jsonl")}
+    full = {"path": str(tmp_path / "full.txt")}
+    rows = [{"text": "word moon"[: 8 + number]} for number in (0, 1)] * 60
+    Path(short["path"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path(full["path"]).write_text("word " * 100)
+    data: dict[str, Any] = {"boundaries": "whole", "length": 16}
+    tokens = np.array([read["tokens"] for read in read_by_recipe([short, full], steps=0, **data)])
+    assert tokens[0] < 0.7 * 16 * len(rows), "its rows are padded"
+    expected = tokens**0.5 / (tokens**0.5).sum()
+    shares = of_recipe([short, full], weights={"temperature": 0.5}, **data)
+    assert shares == pytest.approx(expected.tolist(), abs=0.005)
+
+
 def test_text_that_the_backbone_sampled_has_a_weight(files: list[str]) -> None:
     old: list[dict[str, Any]] = [{"self": True, "weight": 3}, {"path": files[0]}, {"self": True, "seed": 1}]
     new = [{"path": files[1]}]
@@ -308,6 +375,29 @@ def test_text_that_the_backbone_sampled_has_a_weight(files: list[str]) -> None:
     old[1]["streaming"] = True
     streamed = DataConfig.parse({"new": new, "old": old, "replay_fraction": 0.5, "length": 16})
     assert list(build_mixture(streamed, tiny_tokenizer(), 4, own_text).state_dict()) == [str(OLD)]
+
+
+@pytest.mark.parametrize("share", [1e-6, 2.5 / 262_144, 9.5 / 262_144])
+def test_a_share_that_rounding_would_change_is_refused_with_the_name_of_its_source(share: float) -> None:
+    """Already before the texts are read, or the backbone samples text."""
+    weights = [Fraction(repr(1 - share)), Fraction(repr(share))]
+    with pytest.raises(DataError) as error:
+        InterleavedBlocks([blocks(7, 4), blocks(8, 4)], weights)
+    assert "8:" in str(error.value)
+    sources = [{"path": "many", "weight": 1 - share}, {"path": "few", "weight": share}]
+    with pytest.raises(DataError) as error:
+        check_weights(DataConfig.parse({"new": sources}))
+    assert "few" in str(error.value)
+    own = {"self": True, "weight": share}
+    with pytest.raises(DataError) as error:
+        check_weights(DataConfig.parse({"new": [{"path": "a"}], "old": [sources[0], own]}))
+    assert "own text" in str(error.value)
+
+
+@pytest.mark.parametrize("share", [Fraction(3, 262_144), Fraction(1045, 26_214_400)])
+def test_small_shares_are_kept_within_a_twentieth_of_them(share: Fraction) -> None:
+    mixed = InterleavedBlocks([blocks(0, 4), blocks(1, 4)], [1 - share, share])
+    assert mixed.counts(1 << 24)[1] / (1 << 24) == pytest.approx(float(share), rel=0.05)
 
 
 @pytest.mark.parametrize(

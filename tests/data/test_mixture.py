@@ -28,6 +28,8 @@ from graftlm.data import (
     build_mixture,
     pack,
 )
+from graftlm.data.boundaries import Boundaries
+from graftlm.data.marked_ids import PADDING
 from graftlm.errors import DataError
 from tiny import tiny_tokenizer
 
@@ -169,6 +171,31 @@ def test_a_stream_shuffles_and_loses_nothing() -> None:
     drawn = Counter(bytes(row) for row in rows)
     packed = Counter(bytes(row) for row in ordered)
     assert drawn <= packed
+
+
+@pytest.mark.parametrize("rows", [20, 21, 90])
+@pytest.mark.parametrize("boundaries", ["separate", "whole"])
+def test_what_is_read_of_a_stream_is_what_was_drawn(rows: int, boundaries: Boundaries) -> None:
+    """The buffer alone holds the text many times, which is not training on it."""
+    packed = pack(corpus(), tiny_tokenizer(), LENGTH, boundaries=boundaries)
+    packer = RowPacker(corpus, tiny_tokenizer(), LENGTH, boundaries, repeat=True)
+    streamed = StreamingBlocks(packer, buffer_rows=10 * len(packed))
+    drawn = streamed.take(0, rows, (0, NEW))
+    (read,) = streamed.text_read(rows)
+    (expected,) = packed.text_read(rows)
+    assert read.tokens == expected.tokens
+    assert read.drawn == np.count_nonzero(drawn != PADDING)
+    assert read.passes == pytest.approx(read.drawn / expected.tokens)
+    if boundaries == "separate":  # a stream has no padded last row
+        assert read.passes == pytest.approx(expected.passes, abs=(1 + rows / len(packed)) * LENGTH / expected.tokens)
+
+
+def test_a_stream_before_its_end_has_the_tokens_that_were_drawn() -> None:
+    streamed = stream()
+    assert streamed.text_read(0) == []
+    streamed.take(0, 3, (0, NEW))
+    (read,) = streamed.text_read(3)
+    assert (read.tokens, read.passes, read.drawn) == (3 * LENGTH, None, 3 * LENGTH)
 
 
 def test_streams_go_forward_only() -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from graftlm.data import Batch, Document, TokenBlocks, chunks, pack
-from graftlm.data.boundaries import Boundaries, check_boundaries, window_bounds
+from graftlm.data.blocks import RowsWithoutTarget
+from graftlm.data.boundaries import Boundaries, check_boundaries, split_rows, window_bounds
 from graftlm.data.marked_ids import PADDING, is_start
 from graftlm.data.rows import collate
 from graftlm.errors import DataError, RecipeError
@@ -153,6 +154,31 @@ def test_rows_add_up() -> None:
     assert torch.equal(torch.stack([part.totals() for part in parts]).sum(dim=0), batch.totals())
     assert all(part.position_ids is not None and len(part) <= 2 for part in parts)
     assert torch.equal(batch.to("cpu").labels, batch.labels)
+
+
+@settings(deadline=None, max_examples=50)
+@given(corpora, st.integers(2, 6), st.sampled_from(["separate", "joined", "whole"]), st.booleans())
+def test_rows_without_a_label_are_counted_by_their_cause(
+    corpus: list[str], length: int, boundaries: Boundaries, has_prompts: bool
+) -> None:
+    texts = long_enough([*corpus, "a"], length)
+    documents = [Document(text) for text in texts]
+    if has_prompts:
+        boundaries = "separate"  # prompts may be longer than a row
+        documents = [Document("a", prompt=text) for text in texts]
+    blocks = pack(documents, TOKENIZERS["no eos"], length, boundaries=boundaries)
+    batch = whole(blocks)
+    without = (batch.labels == -100).all(dim=1)
+    prompts = torch.zeros_like(without) if batch.prompt is None else batch.prompt.any(dim=1)
+    found = blocks.without_target()
+    assert found == RowsWithoutTarget(unscored=int((without & prompts).sum()), single=int((without & ~prompts).sum()))
+    assert has_prompts or not found.unscored
+
+
+@pytest.mark.parametrize(("tokens", "single"), [(16, 0), (17, 1), (18, 0)])
+def test_a_last_row_of_one_token_has_none_to_learn(tokens: int, single: int) -> None:
+    rows = split_rows(np.arange(tokens, dtype=np.int32), 8, "separate")
+    assert TokenBlocks(rows).without_target() == RowsWithoutTarget(unscored=0, single=single)
 
 
 def test_too_little_text() -> None:

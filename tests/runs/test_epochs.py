@@ -72,6 +72,28 @@ def test_old_rows_are_added_to_the_steps(tmp_path: Path, tiny_backbone) -> None:
     assert steps_of(mixed, tmp_path / "mixed") == pytest.approx(2 * alone, abs=1)
 
 
+@pytest.mark.usefixtures("undrawn_figures")
+@pytest.mark.parametrize("training", [{"epochs": 2, "batch_size": 16}, {"steps": 10, "batch_size": 16}])
+def test_sources_that_their_weights_let_be_read_rarely_or_very_often_are_named(
+    tmp_path: Path, tiny_backbone, training: dict[str, Any]
+) -> None:
+    sources = []
+    for name, characters, weight in (("often", 10, 1), ("usual", 240, 3), ("rarely", 400, 1)):
+        (tmp_path / f"{name}.txt").write_text("abcdefghij" * (characters // 10), encoding="utf-8")
+        sources.append({"path": str(tmp_path / f"{name}.txt"), "weight": weight})
+
+    def log_of(name: str, new: list[dict[str, Any]]) -> list[str]:
+        lines: list[str] = []
+        recipe = recipe_of(tmp_path, tiny_backbone("llama"), training, new=new)
+        run_recipe(recipe, tmp_path / name, progress=False, log=lines.append)
+        return [line for line in lines if "weights of sources" in line]
+
+    (note,) = log_of("weighted", sources)
+    assert note.index("rarely.txt (0.") < note.index("often.txt (")
+    assert "usual.txt" not in note
+    assert log_of("even", [{"path": source["path"]} for source in sources]) == []
+
+
 def test_streamed_text_has_no_passes_to_count(tmp_path: Path, tiny_backbone) -> None:
     with pytest.raises(RecipeError) as error:
         recipe_of(tmp_path, tiny_backbone("llama"), {"epochs": 1}, stream=True, boundaries="joined")

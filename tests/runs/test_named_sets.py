@@ -9,7 +9,7 @@ import pytest
 
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import SelfSourceConfig
-from graftlm.errors import GraftError, RecipeError
+from graftlm.errors import DataError, GraftError, RecipeError
 from graftlm.evaluation import Results, value_of
 from graftlm.runs.growth_recipe import GrowthRecipe
 from graftlm.runs.language_run import LanguageDataConfig
@@ -120,6 +120,16 @@ def test_weights_and_sets_do_not_change_what_is_sampled() -> None:
         return SamplingRun.of(BackboneConfig(name="b"), source, 16)
 
     assert of().id == of(weight=2, set="itself").id != of(seed=1).id
+
+
+def test_weights_that_are_too_unequal_are_refused_before_anything_is_sampled(tmp_path: Path, tiny_backbone) -> None:
+    changed = in_sets(tmp_path, tiny_backbone("llama"))
+    changed["data"]["old"].append({"self": True, "tokens": 200})
+    changed["data"]["new"]["sk"][0]["weight"] = 1e-7
+    with pytest.raises(DataError) as error:
+        run_recipe(Recipe.parse(changed), progress=False, log=lambda _: None)
+    assert "sk.txt" in str(error.value)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from filelock import FileLock
 
 from graftlm.backbone import load_backbone
+from graftlm.data import Document, pack
 from graftlm.data.near_text import LEFT_OUT
 from graftlm.data.own_text import read_own_text
 from graftlm.errors import DataError, ForgettingBudgetError, GraftError, RecipeError
@@ -330,7 +331,25 @@ def test_rows_without_a_target_are_counted_in_the_report(tmp_path: Path, tiny_ba
     assert losses.count(0.0) < len(losses)
     (note,) = [line for line in lines if "no token to learn" in line]
     assert f"{losses.count(0.0) // 2:,}" in note, "a pass has half of them"
+    assert "data.length" in note
     assert "rows without target" in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("undrawn_figures")
+def test_plain_text_without_a_target_is_not_blamed_on_prompts(tmp_path: Path, tiny_backbone) -> None:
+    """The last token of a text may have a row for itself."""
+    changed = values(tmp_path, tiny_backbone("llama"), graft={"kind": "lora", "rank": 2})
+    tokenizer = load_backbone(changed["backbone"]["name"]).need_tokenizer()
+    texts = (OLD * 20 + "a" * number for number in range(99))
+    text = next(text for text in texts if pack([Document(text)], tokenizer, 16).n_tokens() % 16 == 1)
+    (tmp_path / "old.txt").write_text(text, encoding="utf-8")
+    changed["training"]["steps"] = 1
+    changed["evaluation"] |= {"decode_prompts": 0, "own_tokens": 0}
+    lines: list[str] = []
+    run_recipe(Recipe.parse(changed), progress=False, log=lines.append)
+    (note,) = [line for line in lines if "no token to learn" in line]
+    assert ", 1 has" in note
+    assert "prompt" not in note
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from graftlm.data.boundaries import Boundaries, check_rows
-from graftlm.data.marked_ids import PADDING, unmark
+from graftlm.data.marked_ids import PADDING, is_unscored, unmark
 from graftlm.data.rows import is_predicted
 from graftlm.data.sources import Document
 from graftlm.data.streams import RowPacker, TextRead
@@ -23,6 +23,20 @@ class Digest(Protocol):
 
     def update(self, data: bytes, /) -> object:
         """Add bytes."""
+
+
+@dataclass(frozen=True)
+class RowsWithoutTarget:
+    """Numbers of rows that have no predicted token.
+
+    Attributes:
+        unscored: rows with tokens of prompts, or of turns of conversations that are not learned.
+        single: other rows. They have a single token of each of their documents, such as a last row of one token: the
+            first token of a row is not predicted and, unless documents are joined, neither is that of a document.
+    """
+
+    unscored: int
+    single: int
 
 
 _COUNTED_ROWS = 4096  # rows that are looked through together, which bounds the memory
@@ -60,11 +74,17 @@ class TokenBlocks:
         """Plain token ids, int32, (N, length)."""
         return unmark(self.marked, self.pad_id)
 
-    def without_target(self) -> int:
-        """Return the number of rows that have no predicted token."""
-        parts = range(0, len(self), _COUNTED_ROWS)
-        rows = (self.marked[start : start + _COUNTED_ROWS] for start in parts)
-        return sum(int((~is_predicted(part, self.boundaries)).all(axis=1).sum()) for part in rows)
+    def without_target(self) -> RowsWithoutTarget:
+        """Return the numbers of rows that have no predicted token."""
+        unscored = 0
+        single = 0
+        for start in range(0, len(self), _COUNTED_ROWS):
+            rows = self.marked[start : start + _COUNTED_ROWS]
+            without = ~is_predicted(rows, self.boundaries).any(axis=1)
+            has_unscored = is_unscored(rows).any(axis=1)
+            unscored += int((without & has_unscored).sum())
+            single += int((without & ~has_unscored).sum())
+        return RowsWithoutTarget(unscored, single)
 
     def n_tokens(self) -> int:
         """Return the number of tokens of all rows, without padding."""

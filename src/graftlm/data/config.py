@@ -17,7 +17,10 @@ class WeightsConfig(Config):
     """Weights of sources that follow from their sizes."""
 
     temperature: float = Field(
-        gt=0, le=1, description="Each source has a share in proportion to its number of tokens to this power."
+        gt=0,
+        le=1,
+        description="Each named set, or source without one, has a share in proportion to its number of tokens to this "
+        "power. The sources of a set share in proportion to their tokens.",
     )
 
 
@@ -58,7 +61,9 @@ class DataConfig(Config):
         "sample them.",
     )
     weights: WeightsConfig | None = Field(
-        None, description="`temperature: T`: shares in proportion to tokens to the power of T."
+        None,
+        description="`temperature: T`: shares of named sets, else of sources, in proportion to tokens to the "
+        "power of T.",
     )
     replay_fraction: float = Field(0.1, ge=0, lt=1, description="Share of the rows that come from old; 0 ignores old.")
     old_objective: Literal["replay", "distil"] = Field(

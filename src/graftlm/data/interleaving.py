@@ -17,6 +17,7 @@ Each source repeats by itself, every time in a new order.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from typing import TypedDict, cast
 
 import numpy as np
 
-from graftlm.data.blocks import Digest, TokenBlocks
+from graftlm.data.blocks import Digest, RowsWithoutTarget, TokenBlocks
 from graftlm.data.boundaries import Boundaries
 from graftlm.data.marked_ids import PADDING
 from graftlm.data.streams import StreamingBlocks, TextRead
@@ -106,7 +107,8 @@ class InterleavedBlocks:
         for part, (start, stop) in zip(self.parts, pairwise(self._starts), strict=True):
             part.marked = self.marked[start:stop]
         by_row = [weight * len(part) / part.n_tokens() for weight, part in zip(weights, parts, strict=True)]
-        self.weights = _limited_weights(by_row)
+        names = [", ".join(part.tokens_by_source) for part in parts]
+        self.weights = limited_weights(by_row, names)
         self._sources = _period(self.weights)
         ones = self._sources[:, None] == np.arange(len(parts))
         self._counts = np.concatenate([np.zeros((1, len(parts)), dtype=np.int64), np.cumsum(ones, axis=0)])
@@ -120,9 +122,13 @@ class InterleavedBlocks:
         """How often each key of messages and column beside them was not read; see `RowPacker`."""
         return _sum(part.ignored_keys for part in self.parts)
 
-    def without_target(self) -> int:
-        """Return the number of rows that have no predicted token."""
-        return sum(part.without_target() for part in self.parts)
+    def without_target(self) -> RowsWithoutTarget:
+        """Return the numbers of rows that have no predicted token."""
+        parts = [part.without_target() for part in self.parts]
+        return RowsWithoutTarget(
+            unscored=sum(part.unscored for part in parts),
+            single=sum(part.single for part in parts),
+        )
 
     def text_read(self, rows: int) -> list[TextRead]:
         """Return how much of each source was read in the first `rows` rows of `take`."""
@@ -321,8 +327,12 @@ def _sum(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
     return total
 
 
-def _limited_weights(weights: Sequence[Fraction]) -> list[int]:
+def limited_weights(weights: Sequence[Fraction], names: Sequence[str]) -> list[int]:
     """Return whole numbers in the proportions of positive weights, rounded if their sum would be large.
+
+    Args:
+        weights: the weight of the rows of each source.
+        names: the name of each source, for error messages.
 
     Raises:
         DataError: a share is too small for the rounding.
@@ -333,22 +343,37 @@ def _limited_weights(weights: Sequence[Fraction]) -> list[int]:
         return numbers
     exact = [Fraction(number * _MAX_PERIOD, total) for number in numbers]
     rounded = [round(number) for number in exact]
-    for number, whole in zip(exact, rounded, strict=True):
+    for number, whole, name in zip(exact, rounded, names, strict=True):
         if abs(whole - number) > _ROUNDING * number:
             raise DataError(
-                f"The weights give a source {float(number / _MAX_PERIOD):.2g} of the rows, but shares of less than "
-                f"{10 / _MAX_PERIOD:.2g} can't be interleaved: raise its weight, or leave the source out."
+                f"{name}: its weight gives it {float(number / _MAX_PERIOD):.2g} of the rows, but shares of less than "
+                f"{10 / _MAX_PERIOD:.2g} can't be interleaved: raise the weight, or leave the source out."
             )
     return rounded
 
 
 def _period(weights: Sequence[int]) -> np.ndarray:
-    """Return the source of each row of a period, int64, (sum of the weights,)."""
-    choice = Choice(weights, row=1)
+    """Return the source of each row of a period, int64, (sum of the weights,).
+
+    These are the sources that `Choice` chooses where all rows are full. Row k of a source of share p may then be drawn
+    from row floor(k / p) on, and its window ends at (k + 1) / p. The sources whose next row may be drawn are in a heap,
+    so that a period of n rows of s sources takes O(n log s).
+    """
+    total = sum(weights)
+    common = math.lcm(*weights)
+    costs = [common // weight for weight in weights]  # in the proportions of 1 / p
     rows = [0] * len(weights)
-    sources = []
-    for _ in range(sum(weights)):
-        source = choice.next(rows)
-        sources.append(source)
-        rows[source] += 1
-    return np.array(sources)
+    allowed = [(cost, number) for number, cost in enumerate(costs)]  # the end of the next row, and the source
+    heapq.heapify(allowed)
+    waiting: list[tuple[int, int]] = []  # the first position of the next row, and the source
+    sources = np.empty(total, dtype=np.int64)
+    for position in range(total):
+        while waiting and waiting[0][0] <= position:
+            _, number = heapq.heappop(waiting)
+            heapq.heappush(allowed, ((rows[number] + 1) * costs[number], number))
+        _, number = heapq.heappop(allowed)
+        sources[position] = number
+        rows[number] += 1
+        first = rows[number] * total // weights[number]
+        heapq.heappush(waiting, (first, number))
+    return sources

@@ -15,7 +15,7 @@ from graftlm.backbone import padding_id
 from graftlm.data.blocks import TokenBlocks, pack
 from graftlm.data.boundaries import Boundaries, check_rows, split_rows
 from graftlm.data.config import DataConfig, check_domains
-from graftlm.data.interleaving import InterleavedBlocks, InterleavedStreams
+from graftlm.data.interleaving import InterleavedBlocks, InterleavedStreams, limited_weights
 from graftlm.data.rows import DOMAIN_NAMES, NEW, NO_SET, OLD, Batch, collate
 from graftlm.data.source_config import OldSource, SelfSourceConfig, SourceConfig
 from graftlm.data.sources import Document, read_documents
@@ -25,6 +25,8 @@ from graftlm.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_OWN_TEXT = "The backbone's own text"
+
 
 class SourceRead(TypedDict):
     """How much of a source was read, as plain JSON values.
@@ -32,8 +34,8 @@ class SourceRead(TypedDict):
     Attributes:
         domain: old or new.
         source: title of the source.
-        tokens: number of its tokens; of a stream, of those that were read so far.
-        passes: number of times that they were read; missing for a stream that has not come to its end.
+        tokens: number of its tokens; of a stream that has not come to its end, those of the rows that were drawn.
+        passes: number of times that they were drawn; missing for a stream that has not come to its end.
         share: its share of the tokens of the domain in the rows that were drawn; missing before the first row.
     """
 
@@ -360,7 +362,7 @@ def build_blocks(
     if len(in_memory) < len(parts):
         return InterleavedStreams(parts, weights)
     if config.weights is not None:
-        weights = [Fraction(part.n_tokens() ** config.weights.temperature) for part in in_memory]
+        weights = _weights_of_sizes(sources, in_memory, config.weights.temperature)
     elif not is_weighted:
         weights = [Fraction(part.n_tokens()) for part in in_memory]
     return InterleavedBlocks(in_memory, weights)
@@ -370,9 +372,46 @@ def _is_streaming(source: OldSource) -> bool:
     return isinstance(source, SourceConfig) and source.streaming
 
 
+def check_weights(config: DataConfig) -> None:
+    """Check that the weights of sources in memory are not too unequal, as far as that is known without their text.
+
+    Rows are taken to be full, and sources by whose sizes a temperature weights are not checked.
+
+    Raises:
+        DataError: a source has too small a share.
+    """
+    for sources in (config.new, config.old if config.replay_fraction else []):
+        if not any(_is_streaming(source) for source in sources):
+            names = [source.title if isinstance(source, SourceConfig) else _OWN_TEXT for source in sources]
+            limited_weights([_weight(source) for source in sources], names)
+
+
 def _weight(source: OldSource) -> Fraction:
     """Return the weight of a source as it was written, such as 1/10 for 0.1; 1 without one."""
     return Fraction(1) if source.weight is None else Fraction(repr(source.weight))
+
+
+def _weights_of_sizes(
+    sources: Sequence[OldSource],
+    parts: Sequence[TokenBlocks],
+    temperature: float,
+) -> list[Fraction]:
+    """Return the weight of each source, n_i N^T / N, so that a set of N tokens has the weight N^T.
+
+    Args:
+        sources: the sources; one without a named set is a set by itself.
+        parts: the rows of each source, of n_i tokens.
+        temperature: T, above 0.
+    """
+    names = [source.set or number for number, source in enumerate(sources)]
+    sizes = [part.n_tokens() for part in parts]
+    of_sets: Counter[str | int] = Counter()
+    for name, size in zip(names, sizes, strict=True):
+        of_sets[name] += size
+    return [
+        Fraction(of_sets[name] ** temperature) * Fraction(size, of_sets[name])
+        for name, size in zip(names, sizes, strict=True)
+    ]
 
 
 def _blocks_together(
@@ -411,12 +450,11 @@ def _pack_own_text(
 ) -> TokenBlocks:
     """Pack the marked ids of sampled texts into rows."""
     marked = np.concatenate(own_text)
-    name = "The backbone's own text"
-    check_rows(len(marked), config.length, config.boundaries, name)
+    check_rows(len(marked), config.length, config.boundaries, _OWN_TEXT)
     rows = split_rows(marked, config.length, config.boundaries)
     return TokenBlocks(
         rows,
         boundaries=config.boundaries,
         pad_id=padding_id(tokenizer),
-        tokens_by_source={name: len(marked)},
+        tokens_by_source={_OWN_TEXT: len(marked)},
     )

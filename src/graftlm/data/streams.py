@@ -16,7 +16,7 @@ from graftlm.backbone import padding_id
 from graftlm.backbone.chat_templates import ignored_keys
 from graftlm.data.boundaries import Boundaries, row_bounds
 from graftlm.data.chunks import TextChunk, group_chunks, split_documents, tokenize
-from graftlm.data.marked_ids import is_prompt, is_start, pad_row
+from graftlm.data.marked_ids import PADDING, is_prompt, is_start, pad_row
 from graftlm.data.sources import Document
 from graftlm.errors import DataError
 
@@ -34,8 +34,8 @@ class TextRead:
 
     Attributes:
         source: title of the source.
-        tokens: number of its tokens; of a stream, of those that were read so far.
-        passes: number of times that they were read; None for a stream that has not come to its end.
+        tokens: number of its tokens; of a stream that has not come to its end, those of the rows that were drawn.
+        passes: number of times that they were drawn; None for a stream that has not come to its end.
         drawn: number of its tokens in the rows that were drawn, as often as they were drawn.
     """
 
@@ -207,23 +207,23 @@ class StreamingBlocks:
         self._buffer_rows = buffer_rows
         self._buffer = np.empty((0, self.length), dtype=np.int32)
         self._drawn = 0
+        self._drawn_tokens = 0
 
     @property
     def ignored_keys(self) -> Mapping[str, int]:
         """How often each key of messages and column beside them was not read so far; see `RowPacker`."""
         return self._packer.ignored_keys
 
-    @property
-    def tokens_by_source(self) -> Mapping[str, int]:
-        """Number of tokens that were read so far of each source, including those of rows in the buffer."""
-        return self._packer.tokens_by_source
-
     def text_read(self, rows: int) -> list[TextRead]:
-        """Return how much of each source was read; `rows`, the number of drawn rows, is known already."""
+        """Return how much of each source was drawn; `rows`, the number of drawn rows, is known already."""
         counts = self._packer.tokens_by_source
+        drawn = self._drawn_tokens
         whole = self._packer.epoch_tokens
-        passes = None if whole is None else counts.total() / whole
-        return [TextRead(source, tokens, passes, drawn=tokens) for source, tokens in counts.items()]
+        tokens = drawn if whole is None else whole
+        passes = None if whole is None else drawn / whole
+        # Rows don't tell their source. A stream of a recipe has one, and others share as in the text read ahead.
+        shares = {source: count / counts.total() for source, count in counts.items()}
+        return [TextRead(source, round(share * tokens), passes, share * drawn) for source, share in shares.items()]
 
     def take(self, first: int, count: int, key: tuple[int, ...]) -> np.ndarray:
         """Draw the next `count` rows from the buffer.
@@ -263,6 +263,7 @@ class StreamingBlocks:
         assert next_row is not None, "a packer that repeats has no last row"
         self._buffer[position] = next_row
         self._drawn += 1
+        self._drawn_tokens += int(np.count_nonzero(row != PADDING))
         return row
 
     def state_dict(self) -> dict[str, object]:
@@ -271,6 +272,7 @@ class StreamingBlocks:
             "epoch": self._packer.epoch,
             "chunks": self._packer.chunks,
             "drawn": self._drawn,
+            "drawn_tokens": self._drawn_tokens,
             "tokens_by_source": dict(self._packer.tokens_by_source),
             "epoch_tokens": self._packer.epoch_tokens,
             "tail": _encode_ids(self._packer.tail),
@@ -305,6 +307,8 @@ class StreamingBlocks:
         self._packer.tokens_by_source = Counter(state.get("tokens_by_source", {}))
         self._packer.epoch_tokens = state.get("epoch_tokens")
         self._drawn = int(state["drawn"])
+        # Earlier versions did not count tokens; their rows are taken to be full.
+        self._drawn_tokens = int(state.get("drawn_tokens", self._drawn * self.length))
         self._buffer = buffer.reshape(-1, self.length)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graftlm.config import parse_overridden, read_yaml
+from graftlm.data.mixture import check_weights
 from graftlm.data.sources import check_sources
 from graftlm.errors import ForgettingBudgetError, RecipeError
 from graftlm.evaluation import Results
@@ -176,6 +177,7 @@ def _run(
     check_tracker(recipe.training.tracker)
     for run in runs:
         if isinstance(run, GraftRun) and run.graft is not None and run.training.has_steps:
+            check_weights(run.data)
             check_sources(run.data)
     is_main = process_state().is_main_process
     with locked(folder):

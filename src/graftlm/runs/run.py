@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from torch import nn
 
 from graftlm.config import Config
+from graftlm.data.interleaving import InterleavedBlocks
 from graftlm.data.mixture import Batches, MemoryBlocks, Mixture
 from graftlm.data.rows import DOMAIN_NAMES, NEW
 from graftlm.errors import RecipeError
@@ -28,6 +29,8 @@ from graftlm.training.loop import TrainingSummary, train
 from graftlm.version import __version__
 
 _FEW_STEPS = 25  # for the dozen facts of the demo, five passes are the fewest with so many
+_MANY_PASSES = 10
+_UNEVEN = 0.05  # how much more or less often than the whole text a source is read if that is due to its weight
 Log = Callable[[str], None]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -257,6 +260,8 @@ class TrainingRun(Run):
                 enough = next(epochs for epochs in count(1) if _steps_of(trainee.batches, epochs) >= _FEW_STEPS)
                 context.log(f"So few steps teach little: raise training.epochs to {enough:,} or more.")
             training = training.model_copy(update={"steps": steps, "epochs": None})
+        for note in _notes_on_passes(trainee.batches, training.steps):
+            context.log(note)
         if training.warmup_steps >= training.steps:
             context.log(
                 f"The warm-up of {steps_text(training.warmup_steps)} is as long as the training of "
@@ -308,15 +313,63 @@ def _notes_on_targets(batches: Batches) -> Iterator[str]:
         if not isinstance(rows, MemoryBlocks):
             continue
         without = rows.without_target()
-        if without:
+        of_all = f"Of the {len(rows):,} {DOMAIN_NAMES[domain]} {'row' if len(rows) == 1 else 'rows'}"
+        if without.unscored:
+            is_one = without.unscored == 1
+            cause = "a prompt or conversation is" if is_one else "prompts or conversations are"
             yield (
-                f"Of the {len(rows):,} {DOMAIN_NAMES[domain]} rows, {without:,} have no token to learn, since prompts "
-                "or conversations are longer than a row: raise data.length, or set data.boundaries to whole."
+                f"{of_all}, {without.unscored:,} {'has' if is_one else 'have'} no token to learn, since {cause} longer "
+                "than a row: raise data.length, or set data.boundaries to whole."
+            )
+        if without.single:
+            is_one = without.single == 1
+            cause = "it has" if is_one else "they have"
+            yield (
+                f"{of_all}, {without.single:,} {'has' if is_one else 'have'} no token to learn, since {cause} a single "
+                "token of each document, which is not predicted."
             )
 
 
+def _notes_on_passes(batches: Batches, steps: int) -> Iterator[str]:
+    """Yield a line that names the sources that are read less than once or more than ten times due to their weights.
+
+    Only sources whose rows are all in memory are known before the training.
+    """
+    if not isinstance(batches, Mixture):
+        return
+    rare: list[str] = []
+    often: list[str] = []
+    counts = batches.counts(steps * batches.batch_size)
+    for domain, blocks in batches.domains.items():
+        if not isinstance(blocks, InterleavedBlocks):
+            continue
+        of_all = counts[domain] / len(blocks)
+        for read in blocks.text_read(counts[domain]):
+            assert read.passes is not None, "rows in memory are known"
+            text = f"{read.source} ({_times_text(read.passes)})"
+            if read.passes < min(1, of_all * (1 - _UNEVEN)):
+                rare.append(text)
+            elif read.passes > max(_MANY_PASSES, of_all * (1 + _UNEVEN)):
+                often.append(text)
+    clauses = [
+        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} read {number}"
+        for names, number in ((rare, "less than once"), (often, f"more than {_MANY_PASSES} times"))
+        if names
+    ]
+    if clauses:
+        yield f"With the weights of sources, {' and '.join(clauses)}."
+
+
+def _times_text(passes: float) -> str:
+    """Return a number of passes in three digits, or all digits before the decimal point if there are more."""
+    return f"{passes:,.0f} times" if passes >= 100 else f"{passes:.3g} times"
+
+
 def _steps_of(batches: Batches, epochs: float) -> int:
-    """Return the number of steps that read as many new rows as there are, `epochs` times, rounded up."""
+    """Return the number of steps that read as many new rows as there are, `epochs` times, rounded up.
+
+    Sources with weights have their shares of these rows, so that each is read another number of times.
+    """
     rows = batches.domains.get(NEW) if isinstance(batches, Mixture) else None
     if not isinstance(batches, Mixture) or not isinstance(rows, MemoryBlocks):
         raise RecipeError(
