@@ -32,7 +32,8 @@ WEIGHTS = {"da": 2, "sk": 1, "cs": 1}
 TABLES = ("smollm2", "gemma", RIVALS)
 LABELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma": "Gemma 3 270M"}
 GRAFT = {"kind": "neutral-residues", "capacity": 0.1, "alpha": 1.0, "init": "he"}
-RATE = 6e-3
+RATES = {"smollm2": 6e-3, "gemma": 5e-4}
+"""With 6e-3 the training of Gemma diverges in its first steps."""
 STEPS = 60
 ROWS_PER_STEP = 4
 LENGTH = 256
@@ -65,7 +66,7 @@ class LanguagesStudy(Study):
                 "training": {
                     "steps": steps,
                     "batch_size": ROWS_PER_STEP,
-                    "learning_rate": RATE,
+                    "learning_rate": RATES[table],
                     "warmup_steps": steps // 10,
                     "seed": seed,
                     "checkpoint_every": 10,
