@@ -1,6 +1,7 @@
 """A model learns Danish, Slovak and Czech in one run: shares of tokens, what is learned of each, and what is retained.
 
-The rate and alpha are those that `keep-smollm2` chose on validation texts for German; nothing is searched here.
+Alpha and the rate of SmolLM2 are those that `keep-smollm2` chose on validation texts for German. Nothing is searched
+here; Gemma has a lower rate.
 """
 
 from __future__ import annotations
