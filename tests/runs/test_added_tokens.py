@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from graftlm import backbone_of, load_graft
 from graftlm.data import Document
 from graftlm.errors import GraftError, RecipeError
 from graftlm.evaluation import value_of
 from graftlm.generation.evaluate import evaluate_graft
 from graftlm.runs.recipe import Recipe, parse_recipe, run_recipe
-from graftlm.store.artifact import backbone_of, load_graft
 from graftlm.store.manifest import read_manifest
 from runs.test_recipe import NEW, OLD, values
 
