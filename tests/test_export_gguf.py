@@ -200,10 +200,12 @@ def test_a_tokenizer_of_sentencepiece_takes_listed_tokens_and_no_learned_ones(tm
     read = load_backbone(export_gguf(graft, listed, tmp_path / "listed.gguf")).need_tokenizer()
     assert read("the fox it is here").input_ids == listed.need_tokenizer()("the fox it is here").input_ids
     learned = plain.with_tokens(learn_tokens(tokenizer, ["the fox quits the harbour. " * 9], 12))
+    assert learned.extended is not None
     graft, _ = trained(learned, LORA)
     with pytest.raises(ArtifactError) as error:
         export_gguf(graft, learned, tmp_path / "learned.gguf")
     assert "add_tokens" in str(error.value)
+    assert repr(learned.need_tokenizer().decode([learned.extended.first])) in str(error.value)
 
 
 REFUSED: dict[str, tuple[Callable[[], Backbone], str]] = {

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 PREFIX = "tokenizer."
 _REMEDY = "export the model as a folder (--to FOLDER), and convert that with llama.cpp"
 _LEARN = f"train with learned tokens (add_tokens: {{learn: 2000}}), or {_REMEDY}"
-_LIST = "train with a list of tokens in add_tokens"
 _UNSIGNED, _INTEGER, _FLOAT, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 """The format's numbers of types."""
 _NORMAL, _UNKNOWN, _CONTROL, _ADDED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -82,7 +81,10 @@ def token_facts(backbone: Backbone) -> dict[str, Value]:
     rows = backbone.config.get_text_config().vocab_size
     extended = backbone.extended
     if extended is not None:
-        remedy = _LIST if extended.added.merges else _REMEDY
+        remedy = _REMEDY
+        if extended.added.merges:
+            learned = tokenizer.decode([extended.first])
+            remedy = f"train with a list of tokens in add_tokens, without learned ones such as {learned!r}"
         return _facts_of(tokenizer, max(rows, extended.first + extended.count), remedy)
     return _source_facts(backbone.name, rows) or _facts_of(tokenizer, rows)
 
@@ -230,7 +232,8 @@ def _merge_without_score(
         if rank < last or merge not in possible:
             return merge
         last = rank
-    return min(possible - set(merges), key=lambda merge: ranks.get(merge.left + merge.right, len(merges)), default=None)
+    missing = sorted(possible - set(merges))
+    return min(missing, key=lambda merge: ranks.get(merge.left + merge.right, len(merges)), default=None)
 
 
 def _possible_merges(tokens: Sequence[str], kinds: Sequence[int]) -> set[_Merge]:
@@ -312,7 +315,10 @@ def _check_added(read: PreTrainedTokenizerBase, backbone: Backbone) -> None:
     found = read(text)["input_ids"]
     if found == expected:
         return
-    remedy = _REMEDY if extended.added.merges else _LEARN
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    assert backend is not None, "tokens are added to fast tokenizers only"
+    can_learn = not extended.added.merges and _kind(json.loads(backend.to_str())) == "gpt2"
+    remedy = _LEARN if can_learn else _REMEDY
     missing = [number for number in ids if number in expected and number not in found]
     if missing:
         raise _refused(f"the file's tokenizer does not find the added token {tokenizer.decode(missing[:1])!r}", remedy)

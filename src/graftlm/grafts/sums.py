@@ -22,7 +22,8 @@ MOST_TERMS = 16
 """Largest number of grafts of a sum."""
 LARGEST_WEIGHT = 100.0
 """Largest size of a weight; far larger ones overflow the activations."""
-_EXPECTED = f"a number from {-LARGEST_WEIGHT:g} to {LARGEST_WEIGHT:g} other than 0"
+WEIGHT_RANGE = f"a number from {-LARGEST_WEIGHT:g} to {LARGEST_WEIGHT:g} other than 0"
+"""What a weight is, for messages."""
 _NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)(e-?\d+)?", re.IGNORECASE)
 
 
@@ -59,10 +60,10 @@ def read_term(text: str) -> tuple[str, float]:
     """
     name, number = split_term(text)
     weight = float(number) if _NUMBER.fullmatch(number) else 0.0
-    if not name or not _is_usable(weight):
+    if not name or not is_weight(weight):
         raise GraftError(
-            f"The term {text[:80]!r} is no graft with a weight, {_EXPECTED}: write it as in danish:0.7+legal:0.3, or "
-            "leave the graft out."
+            f"The term {text[:80]!r} is no graft with a weight, which is {WEIGHT_RANGE}: write it as in "
+            "danish:0.7+legal:0.3, or leave the graft out."
         )
     return name, weight
 
@@ -77,10 +78,10 @@ def split_term(text: str) -> tuple[str, str]:
 
 def check_weight(name: str, graft: Graft, weight: float) -> None:
     """Raise `GraftError` for a weight of 0 or over 100 in size, and for another than 1 if the kind takes none."""
-    if not _is_usable(weight):
+    if not is_weight(weight):
         raise GraftError(
-            f"The graft {name} has the weight {weight:g}, but {_EXPECTED} is expected: change it, or leave the graft "
-            "out."
+            f"The graft {name} has the weight {weight:g}, but {WEIGHT_RANGE} is expected: change it, or leave the "
+            "graft out."
         )
     if weight == 1:
         return
@@ -92,7 +93,7 @@ def check_weight(name: str, graft: Graft, weight: float) -> None:
             )
 
 
-def _is_usable(weight: float) -> bool:
+def is_weight(weight: float) -> bool:
     """Return whether a number is a weight. Comparisons with NaN are false."""
     return 0 < abs(weight) <= LARGEST_WEIGHT
 
