@@ -17,6 +17,7 @@ from transformers.tokenization_utils_base import generate_merges
 from backbone.test_gguf_facts import LINEAR, LLAMA3, YARN
 from cli.tools import invoke
 from graftlm.backbone import Backbone, load_backbone
+from graftlm.data.learned_tokens import learn_tokens
 from graftlm.errors import ArtifactError, MissingExtraError
 from graftlm.export import export_gguf, export_model_gguf
 from graftlm.export.gguf_source import read_values
@@ -189,6 +190,22 @@ def test_a_tokenizer_of_sentencepiece_has_a_score_for_each_token(family: str, tm
     assert isinstance(types, list)
     assert types[:6] == [3, 3, 3, 2, 6, 6]
     assert types[-4:] == [1, 5, 5, 5], "rows without a token"
+
+
+def test_a_tokenizer_of_sentencepiece_takes_listed_tokens_and_no_learned_ones(tmp_path: Path) -> None:
+    tokenizer = sentencepiece(blank=False, merges=by_order)
+    plain = backbone_of("gemma3", tokenizer, vocab_size=len(tokenizer) + 3)
+    listed = plain.with_tokens([" it is", " here"])
+    graft, _ = trained(listed, LORA)
+    read = load_backbone(export_gguf(graft, listed, tmp_path / "listed.gguf")).need_tokenizer()
+    assert read("the fox it is here").input_ids == listed.need_tokenizer()("the fox it is here").input_ids
+    learned = plain.with_tokens(learn_tokens(tokenizer, ["the fox quits the harbour. " * 9], 12))
+    assert learned.extended is not None
+    graft, _ = trained(learned, LORA)
+    with pytest.raises(ArtifactError) as error:
+        export_gguf(graft, learned, tmp_path / "learned.gguf")
+    assert "add_tokens" in str(error.value)
+    assert repr(learned.need_tokenizer().decode([learned.extended.first])) in str(error.value)
 
 
 REFUSED: dict[str, tuple[Callable[[], Backbone], str]] = {

@@ -241,6 +241,7 @@ def test_bad_names_and_weights_are_refused(tmp_path: Path) -> None:
         ({"one": graft}, {"two": {}}),
         ({"one": graft}, {"two": {"other": 1.0}}),
         ({"one": graft}, {"two": {"one": 0.0}}),
+        ({"one": graft}, {"two": {"one": 101.0}}),
         ({"one": graft}, {"two": {"one": float("nan")}}),
         ({"one": graft}, {"two": {"one": 1e39}}),
     ):
@@ -277,6 +278,7 @@ def test_the_command_writes_all_grafts(tiny_backbone: BackboneFolder, tmp_path: 
         ["a", "b", "--many", "--set", "fixed={}", "--to", "c"],
         ["x=a", "x=b", "--many", "--to", "c"],
         ["a", "--many", "--mix", "b=a:x", "--to", "c"],
+        ["a", "--many", "--mix", "b=a:101", "--to", "c"],
         ["a", "--many", "--mix", "b", "--to", "c"],
         ["a", "--many", "--mix", "b=a+a", "--to", "c"],
         ["a", "--many", "--mix", "b=a", "--mix", "b=a", "--to", "c"],

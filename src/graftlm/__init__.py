@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from graftlm.grafted.model import GraftedModel
     from graftlm.grafts import Graft, build_graft, graft_config, register_graft
     from graftlm.runs.recipe import compare_recipe, grow_recipe, load_recipe, run_recipe
-    from graftlm.store.artifact import load_graft, load_grafts, save_graft
+    from graftlm.store.artifact import backbone_of, load_graft, load_grafts, save_graft
 
 _NAMES = {
-    "graftlm.store.artifact": ("load_graft", "load_grafts", "save_graft"),
+    "graftlm.store.artifact": ("backbone_of", "load_graft", "load_grafts", "save_graft"),
     "graftlm.backbone": ("load_backbone", "register_family"),
     "graftlm.errors": ("GraftError",),
     "graftlm.evaluation.audit": ("audit",),

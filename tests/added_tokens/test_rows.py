@@ -334,7 +334,8 @@ def test_listed_tokens_that_are_not_read_from_a_gguf_file_are_refused(tmp_path: 
     graft, _ = trained(backbone, KINDS["lora"])
     with pytest.raises(ArtifactError) as error:
         export_gguf(graft, backbone, tmp_path / "model.gguf")
-    assert "tokenizer" in str(error.value)
+    assert repr(NEW[0]) in str(error.value)
+    assert "learn" in str(error.value)
     assert not (tmp_path / "model.gguf").exists()
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from graftlm import backbone_of, load_graft
 from graftlm.data import Document
 from graftlm.errors import GraftError, RecipeError
 from graftlm.evaluation import value_of
 from graftlm.generation.evaluate import evaluate_graft
 from graftlm.runs.recipe import Recipe, parse_recipe, run_recipe
-from graftlm.store.artifact import backbone_of, load_graft
 from graftlm.store.manifest import read_manifest
 from runs.test_recipe import NEW, OLD, values
 
@@ -128,6 +128,24 @@ def test_stages_and_tasks_are_refused(tmp_path: Path) -> None:
             "recipe",
         )
     assert "add_tokens" in str(error.value)
+
+
+@pytest.mark.parametrize("tokens", [[" vieux", " fyrtårnet", "<mark>"], [" vieux"], {"learn": 12}])
+def test_listed_tokens_that_the_new_rows_do_not_have_are_named(tokens: Any, tmp_path: Path, tiny_backbone) -> None:
+    changed = with_tokens(tmp_path, tiny_backbone("llama"), tokens)
+    changed["training"]["steps"] = 1
+    changed["data"]["old"] = [{"path": str(tmp_path / "marked.txt")}]
+    (tmp_path / "marked.txt").write_text("a lamp<mark> in the night. " * 60, encoding="utf-8")
+    lines: list[str] = []
+    run_recipe(Recipe.parse(changed), progress=False, log=lines.append)
+    notes = [line for line in lines if "add_tokens" in line]
+    if tokens != [" vieux", " fyrtårnet", "<mark>"]:
+        assert notes == []
+        return
+    assert len(notes) == 1
+    assert repr(" fyrtårnet") in notes[0]
+    assert repr("<mark>") in notes[0], "old rows do not count"
+    assert "vieux" not in notes[0]
 
 
 @pytest.mark.parametrize("token", [" the", "<eos>"])

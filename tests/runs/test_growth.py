@@ -17,6 +17,7 @@ from graftlm.evaluation.evaluator import BackboneEvaluator, load_tests
 from graftlm.generation.evaluate import evaluate_graft
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
+from graftlm.runs.graft_run import GraftRun
 from graftlm.runs.recipe import GrowthRecipe, compare_recipe, grow_recipe, parse_recipe, run_recipe
 from graftlm.store.artifact import load_graft, load_grafts
 from graftlm.store.manifest import read_manifest
@@ -191,10 +192,17 @@ def test_the_forgetting_budget_holds_for_stages(tmp_path: Path, tiny_backbone) -
     assert (tmp_path / "run" / "report.md").exists()
 
 
-def test_old_text_of_a_stage_has_what_the_stages_before_it_taught(tmp_path: Path, tiny_backbone) -> None:
-    runs = GrowthRecipe.parse(growth(tmp_path, tiny_backbone("llama"))).runs()
-    old = [[Path(source.path).name for source in run.data.old] for run in runs[1:]]  # type: ignore[attr-defined]
-    assert old == [["old.txt"], ["old.txt", "new.txt"]]
+def test_old_text_of_a_stage_has_what_all_stages_before_it_taught(tmp_path: Path) -> None:
+    changed = growth(tmp_path, tmp_path / "backbone")
+    changed["stages"]["third"] = {"data": {"new": [{"path": str(tmp_path / "third.txt")}]}}
+    runs = [run for run in GrowthRecipe.parse(changed).runs() if isinstance(run, GraftRun)]
+    old = {run.id: [Path(str(source.name)).name for source in run.data.old] for run in runs if run.graft is not None}
+    assert old == {
+        "new": ["old.txt"],
+        "danish": ["old.txt", "new.txt"],
+        "third": ["old.txt", "new.txt", "danish.txt"],
+    }
+    assert runs[-1].depends_on == ("new", "danish"), "both earlier grafts are attached"
 
 
 @pytest.mark.usefixtures("undrawn_figures")

@@ -15,6 +15,7 @@ from torch import Tensor
 from cli.tools import invoke
 from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import ArtifactError
+from graftlm.generation.sums import read_summands, sum_of_grafts
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft, build_graft, graft_config
 from graftlm.serving.app import create_app
@@ -111,6 +112,30 @@ def test_a_stage_is_no_part_of_a_sum(grown: Path, host: Backbone) -> None:
     service = open_service(host, folder=grown, name="tiny")
     status = answers(service, lambda client: client.post("/v1/completions", json=body).status_code)
     assert status == 400
+
+
+def test_the_weight_of_a_stage_is_that_of_all_grafts_up_to_it(tmp_path: Path, host: Backbone) -> None:
+    grow(tmp_path / "run", host, RESIDUES, ADAPTER)
+    stage = tmp_path / "run" / "second" / "graft"
+    ids = host.need_tokenizer()("the fox", return_tensors="pt")["input_ids"]
+    with GraftedModel(host, load_grafts(stage, host), weights={"first": 0.5, "graft": 0.5}) as model:
+        wanted = logits(model.eval(), ids)
+    with sum_of_grafts(read_summands(f"{tmp_path}/run/second:0.5"), host) as model:
+        torch.testing.assert_close(logits(model.eval(), ids), wanted, rtol=1e-4, atol=1e-5)
+    body = {"prompt": "the fox", "max_tokens": 1, "temperature": 0, "logprobs": 1, "model": "second:0.5"}
+    service = open_service(host, folder=tmp_path / "run", name="tiny")
+    answer = answers(service, lambda client: client.post("/v1/completions", json=body).json())
+    assert isinstance(answer, dict)
+    (found,) = answer["choices"][0]["logprobs"]["token_logprobs"]
+    assert found == pytest.approx(float(wanted[0, -1].log_softmax(-1).max()), abs=1e-3)
+
+
+def test_generate_takes_a_weight_of_a_stage_and_no_sum_with_it(grown: Path) -> None:
+    alone = invoke("generate", f"{grown}/second/graft:0.5", "the fox", "--max-new-tokens", "3", "--trace", "--json")
+    assert json.loads(alone.out)["weights"] == {"second": 0.5}, alone.err
+    together = invoke("generate", f"{grown}/first+{grown}/second", "the fox", "--max-new-tokens", "3")
+    assert together.code == 2
+    assert str(grown / "second") in together.err
 
 
 def test_a_given_folder_is_the_last_stage(grown: Path, host: Backbone) -> None:

@@ -32,6 +32,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 LENGTH = 9
 KINDS = ("neutral-residues", "token-routing", "lora")
+WEIGHTS = (0.7, 2.0, -1.5)
 
 
 @functools.cache
@@ -70,37 +71,39 @@ def last_logits(ids: Sequence[int], weights: Mapping[str, float], grafts: Mappin
 
 
 @torch.no_grad()
-def test_the_weight_of_lora_scales_its_change_of_the_weights() -> None:
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_the_weight_of_lora_scales_its_change_of_the_weights(weight: float) -> None:
     """Literally: W + w B A."""
     bare = backbone("llama")
     lora = raw("lora")
     assert isinstance(lora, ExportsLowRank)
     updates = lora.low_rank_updates(bare)
     ids = prompt(LENGTH)
-    found = last_logits(ids, {"a": -0.7}, {"a": graft("lora")})
+    found = last_logits(ids, {"a": weight}, {"a": graft("lora")})
     before = {path: bare.model.get_submodule(path).weight.data.clone() for path in updates}
     try:
         for path, update in updates.items():
-            bare.model.get_submodule(path).weight.data -= 0.7 * (update.b.double() @ update.a.double())
+            bare.model.get_submodule(path).weight.data += weight * (update.b.double() @ update.a.double())
         expected = bare.model(torch.tensor([ids])).logits[0, -1]
     finally:
-        for path, weight in before.items():
-            bare.model.get_submodule(path).weight.data = weight
+        for path, unchanged in before.items():
+            bare.model.get_submodule(path).weight.data = unchanged
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert (found - bare.model(torch.tensor([ids])).logits[0, -1]).abs().max() > 1e-2
 
 
 @torch.no_grad()
-def test_the_weight_of_a_block_scales_its_output() -> None:
-    """Literally: FFN(x) + 0.7 g(w . x + b) W_o (act(W_g x) * W_i x) in each layer."""
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_the_weight_of_a_block_scales_its_output(weight: float) -> None:
+    """Literally: FFN(x) + w g(w_g . x + b) W_o (act(W_g x) * W_i x) in each layer."""
     bare, neutral = backbone("llama"), graft("neutral-residues")
     ids = prompt(LENGTH)
-    found = last_logits(ids, {"a": 0.7}, {"a": neutral})
+    found = last_logits(ids, {"a": weight}, {"a": neutral})
 
     def block(layer: int, x: Tensor) -> Tensor:
         own = neutral.blocks[layer]  # type: ignore[index, operator]
         gate = own.gate(x).relu()
-        return 0.7 * gate * own.w_o(nn.functional.silu(own.w_g(x)) * own.w_i(x))
+        return weight * gate * own.w_o(nn.functional.silu(own.w_g(x)) * own.w_i(x))
 
     hooks = [added(bare.model, f"model.layers.{layer}.mlp", functools.partial(block, layer)) for layer in range(2)]
     with hooks[0], hooks[1]:
@@ -150,7 +153,10 @@ def test_the_weight_1_is_the_graft_alone_to_the_bit() -> None:
     assert GraftSet.of(grafts, {"a": 1.0}) == GraftSet((("a", grafts["a"]),))
 
 
-WRONG = ("a:0", "a:nan", "a:inf", "a:x", "a:", "a:1_0", "a: 1", "a:--1", ":1", "a+", "+a", "a:1e400", "a:1+a:2")
+WRONG = (
+    *("a:0", "a:nan", "a:inf", "a:x", "a:", "a:1_0", "a:- 1", "a:--1", ":1", " :1", "a+", "+a", "a+ +b"),
+    *("a:1e400", "a:1e38", "a:100.1", "a:-101", "a:1+a:2", "a:1+ a:2"),
+)
 
 
 @pytest.mark.parametrize("text", [*WRONG, "+".join(f"g{number}" for number in range(MOST_TERMS + 1))])
@@ -159,8 +165,18 @@ def test_a_wrong_sum_is_one_sentence(text: str) -> None:
         read_sum(text)
 
 
-def test_a_sum_may_have_any_finite_weights() -> None:
+def test_a_sum_may_have_weights_up_to_100_and_spaces() -> None:
     assert read_sum("a:0.7+b:-.3+c+d:2e-1") == {"a": 0.7, "b": -0.3, "c": 1.0, "d": 0.2}
+    assert read_sum(" a: 0.7 + b :-100 + c ") == {"a": 0.7, "b": -100.0, "c": 1.0}
+
+
+@pytest.mark.parametrize("weight", [0.0, 101.0, -1e38, float("inf"), float("nan")])
+def test_a_wrong_weight_is_refused_by_a_model_and_a_batch(weight: float) -> None:
+    grafts = {"a": graft("neutral-residues")}
+    with pytest.raises(GraftError):
+        GraftedModel(backbone("llama"), grafts, weights={"a": weight})
+    with pytest.raises(GraftError):
+        GraftSet.of(grafts, {"a": weight})
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +212,10 @@ def test_requests_with_weights_are_answered_together(engine: BatchingEngine) -> 
     [
         ("da:nan", ServingError, "da:nan"),
         ("da:0+law", ServingError, "da:0"),
+        ("da:1e38", ServingError, "da:1e38"),
+        ("da:-101+law", ServingError, "da:-101"),
+        (" nobody : 0.5 + da", UnknownModelError, "'nobody'"),
+        (" llama", UnknownModelError, "' llama'"),
         ("da:0.5+da:0.5", ServingError, "da twice"),
         ("nobody:0.5", UnknownModelError, "nobody"),
         ("two:0.5", ServingError, "two"),
@@ -227,7 +247,11 @@ def test_a_response_has_the_weights(tmp_path: Path) -> None:
             body = {"model": "da:0.7+law:-0.3", "prompt": "the fox", "max_tokens": 2, "graftlm": {"trace": True}}
             weighted = client.post("/v1/completions", json=body)
             single_graft = client.post("/v1/completions", json=body | {"model": "da"})
-            wrong = client.post("/v1/completions", json=body | {"model": "da:1e999"})
+            spaced = client.post("/v1/completions", json=body | {"model": "da: 0.7 + law: -0.3"})
+            wrong = [
+                client.post("/v1/completions", json=body | {"model": model})
+                for model in ("da:1e999", "da:1e308", "da:1e38", "da:100.5")
+            ]
             streamed = client.post("/v1/completions", json=body | {"stream": True}).text
             metrics = client.get("/metrics").text
     finally:
@@ -239,7 +263,9 @@ def test_a_response_has_the_weights(tmp_path: Path) -> None:
     assert answer["choices"][0]["graftlm"]["weights"] == {"da": 0.7, "law": -0.3}
     assert answer["choices"][0]["graftlm"]["trace"]
     assert "weights" not in plain["choices"][0]["graftlm"]
-    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "model")
+    assert spaced.json()["choices"][0]["graftlm"]["weights"] == {"da": 0.7, "law": -0.3}
+    for response in wrong:
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
     assert '"weights":{"da":0.7,"law":-0.3}' in streamed
     assert "0.7" not in "".join(line for line in metrics.splitlines() if "model=" in line)
 
@@ -261,7 +287,12 @@ def test_folders_with_weights_are_generated_from(tmp_path: Path, tiny_backbone: 
         assert model.weights == {"da": 0.7, "law": 0.3, "res": 1.0}
     outcome = invoke("generate", text, "the fox", "--max-new-tokens", "2", "--trace", "--json")
     assert '"weights"' in outcome.out, outcome.err
-    for wrong in (f"{tmp_path}/da:x+{tmp_path}/law", f"{tmp_path}/da+{tmp_path}/da/graft", f"{tmp_path}/da:0"):
+    for wrong in (
+        f"{tmp_path}/da:x+{tmp_path}/law",
+        f"{tmp_path}/da+{tmp_path}/da/graft",
+        f"{tmp_path}/da:0",
+        f"{tmp_path}/da:101",
+    ):
         assert invoke("generate", wrong, "the fox").code == 2
 
 

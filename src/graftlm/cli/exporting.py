@@ -242,17 +242,18 @@ def read_mixtures(texts: Sequence[str]) -> Mapping[str, Mapping[str, float]]:
     """Return the weights of each mixture's grafts, from `NAME=A:X+B:Y`. A weight that is left out is 1.
 
     Raises:
-        GraftError: a text has another form, or a name is not unique.
+        GraftError: a text has another form, a weight is wrong, or a name is not unique.
     """
+    from graftlm.grafts.sums import read_term
+
     mixtures: dict[str, dict[str, float]] = {}
     for text in texts:
         name, _, sum_of_grafts = text.partition("=")
         weights: dict[str, float] = {}
+        if not name or not sum_of_grafts:
+            raise GraftError(f"--mix is {text!r}, but NAME=A:X+B:Y is expected, as in both=da:0.7+law:0.3.")
         for part in sum_of_grafts.split("+"):
-            graft, colon, number = part.partition(":")
-            weight = _read_weight(number) if colon else 1.0
-            if not name or not graft or weight is None:
-                raise GraftError(f"--mix is {text!r}, but NAME=A:X+B:Y is expected, as in both=da:0.7+law:0.3.")
+            graft, weight = read_term(part)
             if graft in weights:
                 raise GraftError(f"--mix {text} names {graft} twice: add up its weights.")
             weights[graft] = weight
@@ -260,10 +261,3 @@ def read_mixtures(texts: Sequence[str]) -> Mapping[str, Mapping[str, float]]:
             raise GraftError(f"--mix has the name {name} twice: give the mixtures different names.")
         mixtures[name] = weights
     return mixtures
-
-
-def _read_weight(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

@@ -7,7 +7,11 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
+
+HubState: TypeAlias = Literal["reachable", "unreachable", "offline mode"]
+"""Whether the hub can be reached; in offline mode, which the user sets, it is not asked."""
 
 _SECONDS = 0.8
 _DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -15,23 +19,25 @@ _PORTS = {"http": 80, "https": 443}
 
 
 @contextmanager
-def offline_if_unreachable() -> Iterator[bool]:
+def offline_if_unreachable() -> Iterator[HubState]:
     """Set the clients of the hub offline in the block if the hub can't be reached, so that they don't retry.
 
     Datasets that are in the cache are still found.
 
     Yields:
-        Whether the hub can be reached.
+        Whether the hub can be reached, before the block.
     """
     import datasets.config
     import huggingface_hub.constants
 
     was_offline = datasets.config.HF_HUB_OFFLINE or huggingface_hub.constants.HF_HUB_OFFLINE
-    is_offline = was_offline or not _is_reachable()
+    state: HubState = "offline mode"
+    if not was_offline:
+        state = "reachable" if _is_reachable() else "unreachable"
     before = (datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE)
-    datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = is_offline
+    datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = state != "reachable"
     try:
-        yield not is_offline
+        yield state
     finally:
         datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE = before
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "tokenizer."
 _REMEDY = "export the model as a folder (--to FOLDER), and convert that with llama.cpp"
+_LEARN = f"train with learned tokens (add_tokens: {{learn: 2000}}), or {_REMEDY}"
 _UNSIGNED, _INTEGER, _FLOAT, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 """The format's numbers of types."""
 _NORMAL, _UNKNOWN, _CONTROL, _ADDED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -80,7 +81,11 @@ def token_facts(backbone: Backbone) -> dict[str, Value]:
     rows = backbone.config.get_text_config().vocab_size
     extended = backbone.extended
     if extended is not None:
-        return _facts_of(tokenizer, max(rows, extended.first + extended.count))
+        remedy = _REMEDY
+        if extended.added.merges:
+            learned = tokenizer.decode([extended.first])
+            remedy = f"train with a list of tokens in add_tokens, without learned ones such as {learned!r}"
+        return _facts_of(tokenizer, max(rows, extended.first + extended.count), remedy)
     return _source_facts(backbone.name, rows) or _facts_of(tokenizer, rows)
 
 
@@ -103,12 +108,13 @@ def _source_facts(name: str, rows: int) -> dict[str, Value]:
     return facts if len(tokens) == rows else {}
 
 
-def _facts_of(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]:
+def _facts_of(tokenizer: PreTrainedTokenizerBase, rows: int, remedy: str = _REMEDY) -> dict[str, Value]:
     """Return the facts of a fast tokenizer.
 
     Args:
         tokenizer: the tokenizer.
         rows: number of rows of the token embeddings.
+        remedy: what to do if the merges don't follow from scores.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -126,7 +132,7 @@ def _facts_of(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]
         facts["tokenizer.ggml.merges"] = _texts([f"{merge.left} {merge.right}" for merge in merges])
         shown = [token or f"[PAD{number}]" for number, token in enumerate(tokens)]
     else:
-        facts = {"tokenizer.ggml.scores": Value(_scores(tokens, kinds, merges), _ARRAY, _FLOAT)}
+        facts = {"tokenizer.ggml.scores": Value(_scores(tokens, kinds, merges, remedy), _ARRAY, _FLOAT)}
         facts["tokenizer.ggml.add_space_prefix"] = Value(_adds_blank(backend), _BOOL)
         shown = [_sentencepiece(token, number, kinds[number]) for number, token in enumerate(tokens)]
     facts["tokenizer.ggml.model"] = _text(kind)
@@ -135,8 +141,8 @@ def _facts_of(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]
     return facts | _special_facts(tokenizer)
 
 
-def _refused(problem: str) -> ArtifactError:
-    return ArtifactError(f"The tokenizer can't be written into a GGUF file, because {problem}: {_REMEDY}.")
+def _refused(problem: str, remedy: str = _REMEDY) -> ArtifactError:
+    return ArtifactError(f"The tokenizer can't be written into a GGUF file, because {problem}: {remedy}.")
 
 
 def _kind(description: Mapping[str, dict]) -> Literal["gpt2", "llama"]:
@@ -197,7 +203,7 @@ def _split_of(backend: Tokenizer, *, ignores_merges: bool) -> str:
     raise _refused("it splits text in a way that none of llama.cpp's names stands for")
 
 
-def _scores(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[_Merge]) -> list[float]:
+def _scores(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[_Merge], remedy: str) -> list[float]:
     """Return a score of each token by which the pairs of characters merge in the order of the merges.
 
     A pair of tokens merges wherever both together are a token, and the pair with the largest score merges first.
@@ -205,10 +211,29 @@ def _scores(tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[_Merge
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.left + merge.right, rank)
-    order = [ranks[merge.left + merge.right] for merge in merges]
-    if order != sorted(order) or set(merges) != _possible_merges(tokens, kinds):
-        raise _refused("its merges don't follow from a score for each token, as SentencePiece has them")
+    wrong = _merge_without_score(tokens, kinds, merges, ranks)
+    if wrong is not None:
+        raise _refused(
+            f"the merge of {wrong.left!r} and {wrong.right!r} does not follow from a score for each token, as "
+            "SentencePiece has them",
+            remedy,
+        )
     return [-float(ranks[token]) if token in ranks else _NO_SCORE for token in tokens]
+
+
+def _merge_without_score(
+    tokens: Sequence[str], kinds: Sequence[int], merges: Sequence[_Merge], ranks: Mapping[str, int]
+) -> _Merge | None:
+    """Return the first merge that is out of the order of ranks, has no tokens, or is missing; None if none is."""
+    possible = _possible_merges(tokens, kinds)
+    last = -1
+    for merge in merges:
+        rank = ranks[merge.left + merge.right]
+        if rank < last or merge not in possible:
+            return merge
+        last = rank
+    missing = sorted(possible - set(merges))
+    return min(missing, key=lambda merge: ranks.get(merge.left + merge.right, len(merges)), default=None)
 
 
 def _possible_merges(tokens: Sequence[str], kinds: Sequence[int]) -> set[_Merge]:
@@ -269,14 +294,32 @@ def check_tokenizer(read: PreTrainedTokenizerBase, backbone: Backbone) -> None:
         backbone: the backbone with the original. A text of its added tokens is compared, too.
     """
     tokenizer = backbone.need_tokenizer()
-    texts: list[str] = [*PROBES]
-    if backbone.extended is not None:
-        first = backbone.extended.first
-        texts.append(str(tokenizer.decode(list(range(first, first + backbone.extended.count)))))
     plain = [token.content for token in tokenizer.added_tokens_decoder.values() if not token.special]
-    texts.append("".join(plain))
-    for text in texts:
+    _check_added(read, backbone)
+    for text in [*PROBES, "".join(plain)]:
         expected = tokenizer(text)["input_ids"]
         found = read(text)["input_ids"]
         if found != expected:
             raise _refused(f"the file's tokenizer encodes {text[:20]!r} as {found[:8]}, not as {expected[:8]}")
+
+
+def _check_added(read: PreTrainedTokenizerBase, backbone: Backbone) -> None:
+    """Raise `ArtifactError` if a tokenizer does not find a token that was added to that of a backbone."""
+    extended = backbone.extended
+    if extended is None:
+        return
+    tokenizer = backbone.need_tokenizer()
+    ids = list(range(extended.first, extended.first + extended.count))
+    text = str(tokenizer.decode(ids))
+    expected = tokenizer(text)["input_ids"]
+    found = read(text)["input_ids"]
+    if found == expected:
+        return
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    assert backend is not None, "tokens are added to fast tokenizers only"
+    can_learn = not extended.added.merges and _kind(json.loads(backend.to_str())) == "gpt2"
+    remedy = _LEARN if can_learn else _REMEDY
+    missing = [number for number in ids if number in expected and number not in found]
+    if missing:
+        raise _refused(f"the file's tokenizer does not find the added token {tokenizer.decode(missing[:1])!r}", remedy)
+    raise _refused(f"the file's tokenizer encodes {text[:20]!r} as {found[:8]}, not as {expected[:8]}", remedy)

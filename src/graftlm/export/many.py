@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from graftlm.export.vllm import Server, check_server, vllm_variables
 from graftlm.files.model_files import names_gguf_file
 from graftlm.files.writing import staged_folder
 from graftlm.grafts import Graft
+from graftlm.grafts.sums import WEIGHT_RANGE, is_weight
 from graftlm.store.names import GRAFT_NAME, NAME_RULE
 
 CARRIER = "carrier"
@@ -220,10 +220,10 @@ def _checked_weights(name: str, weights: Mapping[str, float], grafts: Mapping[st
             raise GraftError(
                 f"The mixture {name} names {graft}, which is none of {', '.join(grafts)}: name one of them."
             )
-        if not math.isfinite(weight) or weight == 0:
+        if not is_weight(weight):
             raise GraftError(
-                f"The mixture {name} has the weight {weight:g} of {graft}, but a finite number other than 0 is "
-                "expected: change it, or leave the graft out."
+                f"The mixture {name} has the weight {weight:g} of {graft}, but {WEIGHT_RANGE} is expected: change it, "
+                "or leave the graft out."
             )
     return dict(weights)
 

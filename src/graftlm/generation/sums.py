@@ -13,10 +13,10 @@ from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft
 from graftlm.grafts.low_rank_taps import LowRankTaps
 from graftlm.grafts.sums import read_sum
-from graftlm.store.artifact import is_model, load_graft
+from graftlm.store.artifact import is_model
 from graftlm.store.manifest import JSON_NAME, read_manifest
 from graftlm.store.names import name_of
-from graftlm.store.stages import chosen_graft
+from graftlm.store.stages import chosen_graft, load_model_of
 
 
 def read_summands(text: str | Path) -> dict[Path, float]:
@@ -46,13 +46,15 @@ def read_summands(text: str | Path) -> dict[Path, float]:
 def sum_of_grafts(summands: Mapping[Path, float], backbone: Backbone, changes: Sequence[str] = ()) -> GraftedModel:
     """Return a model with a weighted sum of grafts, whose names are those of their folders or runs.
 
+    A stage of `graft grow` acts with the stages before it, and its weight multiplies what all of them add.
+
     Args:
         summands: the weight of each folder.
         backbone: the backbone that the grafts were trained on.
         changes: changes of the config of a single graft, see `load_graft`.
 
     Raises:
-        ArtifactError: a folder has no graft, or one that was trained together with others.
+        ArtifactError: a folder has no graft, or one of several has a stage that acts with earlier ones.
         GraftError: two grafts have the same name, changes were given with several grafts, or a graft takes no weight.
     """
     if changes and len(summands) > 1:
@@ -69,11 +71,22 @@ def sum_of_grafts(summands: Mapping[Path, float], backbone: Backbone, changes: S
     for folder, weight in summands.items():
         if not holds(folder, JSON_NAME) and is_model(folder):
             raise ArtifactError(f"{folder} is a complete model, but a sum has grafts: name the folder of a graft.")
-        read_manifest(folder).check_alone(folder, "a sum")
+        if len(summands) > 1:
+            _check_no_stage(folder)
         name = name_of(folder).replace(".", "_")
         if name in grafts:
             raise GraftError(f"Two grafts of the sum have the name {name}: rename the folder of one of them.")
-        graft = load_graft(folder, backbone, changes)
+        graft = load_model_of(folder, backbone, changes)
         grafts[name] = LowRankTaps.of(graft, backbone) or graft
         weights[name] = weight
     return GraftedModel(backbone, grafts, weights=weights)
+
+
+def _check_no_stage(folder: Path) -> None:
+    """Raise `ArtifactError` if a graft acts with those of earlier stages."""
+    earlier = read_manifest(folder).trained_after
+    if earlier:
+        raise ArtifactError(
+            f"{folder} is a stage that acts with the stages before it ({', '.join(earlier)}) and can't be part of a "
+            "sum of several grafts: name it alone, with one weight for all of them or without."
+        )

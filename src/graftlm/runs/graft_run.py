@@ -59,6 +59,7 @@ from graftlm.runs.rewriting_run import RewritingRun
 from graftlm.runs.run import Run, RunContext, Trainee, TrainingRun, steps_text
 from graftlm.runs.sampling_run import SAMPLES, SamplingRun
 from graftlm.runs.shared import load_shared_evaluator, load_shared_extended, release_shared, shared_batches
+from graftlm.runs.unused_tokens import note_on_unused_tokens
 from graftlm.store.artifact import load_graft, save_graft
 from graftlm.store.card import model_card
 from graftlm.store.manifest import TENSORS_NAME
@@ -320,6 +321,9 @@ class GraftRun(TrainingRun):
         for note in notes_on_conversations(documents, backbone, asks=self.evaluation.ask is not None):
             context.log(note)
         self._log_start(context)
+        unused = note_on_unused_tokens(backbone, batches)
+        if unused is not None:
+            context.log(unused)
         if isinstance(graft, TrainsOnSets) and self.training.has_steps:
             for note in graft.train_on_sets(self.data.sets.new):
                 context.log(note)

@@ -18,7 +18,7 @@ from pydantic import Field
 from graftlm.backbone import UNLIMITED, Backbone, max_sequence_length
 from graftlm.config import Config
 from graftlm.errors import GraftError
-from graftlm.grafts.sums import read_sum
+from graftlm.grafts.sums import read_sum, split_term
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -373,12 +373,13 @@ def check_model(names: Sequence[str], model: str) -> dict[str, float]:
 
     Raises:
         UnknownModelError: a name is unknown; the message lists the known ones.
-        ServingError: a name is repeated, a weight is no finite number other than 0, or there are too many names.
+        ServingError: a name is repeated, a weight is wrong, or there are too many names; see `read_sum`.
     """
     if model in names:
         return {model: 1.0}
-    terms = [part.rpartition(":") for part in model.split("+")]
-    unknown = [name for name in (head if colon else tail for head, colon, tail in terms) if name not in names]
+    is_sum = "+" in model or ":" in model
+    named = [split_term(part)[0] for part in model.split("+")] if is_sum else [model]
+    unknown = [name for name in named if name not in names]
     if unknown:
         mixtures = ", or grafts joined by +" if len(names) > 2 else ""
         raise UnknownModelError(f"There is no model {unknown[0][:100]!r}: use one of {', '.join(names)}{mixtures}.")

@@ -37,7 +37,7 @@ def model_card(
         loader = "load_graft"
         grafts = '{"graft": load_graft("this-folder", backbone)}'
     if with_tokens:
-        imports = f"from graftlm import GraftedModel, {loader}\nfrom graftlm.store.artifact import backbone_of\n"
+        imports = f"from graftlm import GraftedModel, backbone_of, {loader}\n"
         backbone_line = f'backbone = backbone_of("this-folder", {backbone!r})'
     else:
         imports = f"from graftlm import GraftedModel, load_backbone, {loader}\n"

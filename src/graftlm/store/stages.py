@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from graftlm.backbone import Backbone
@@ -61,18 +62,19 @@ def members_of(folder: Path) -> list[Path]:
     return [parent / name / "graft" for name in names]
 
 
-def load_model_of(folder: Path, backbone: Backbone) -> Graft:
+def load_model_of(folder: Path, backbone: Backbone, changes: Sequence[str] = ()) -> Graft:
     """Return the graft in a folder, with those of the stages before it as one graft that acts through taps.
 
     Args:
         folder: the graft's folder.
         backbone: the backbone that all were trained on.
+        changes: changes of the config of the graft in `folder`, see `load_graft`.
 
     Raises:
         ArtifactError: a graft of a stage is missing, can't be loaded, or changes the model.
         WrongBackboneError: a graft was trained on another backbone.
     """
-    grafts = load_grafts(folder, backbone)
+    grafts = load_grafts(folder, backbone, changes)
     own = grafts.pop("graft")
     if not grafts:
         return own
@@ -88,6 +90,6 @@ def _by_taps(name: str, graft: Graft, backbone: Backbone) -> Graft:
     if acting is None:
         raise ArtifactError(
             f"The stage {name} has a graft of the kind {graft.config.kind}, which changes the model, so that it can't "
-            "act together with the others here: use generate, chat, eval or audit."
+            "act together with the others here: use generate, chat, eval or audit, without a weight."
         )
     return acting

@@ -24,12 +24,17 @@ from graftlm.evaluation.harness_tasks import (
     unsafe_code_error,
 )
 from graftlm.evaluation.harness_types import StockTask, TaskIndex, Values
-from graftlm.evaluation.reachable_hub import offline_if_unreachable
+from graftlm.evaluation.reachable_hub import HubState, offline_if_unreachable
 from graftlm.files.extras import import_extra
 
 _IFEVAL = "ifeval"
 _TEST = "test"
 _SHOTS = "train"
+_NO_HUB: dict[HubState, tuple[str, str]] = {
+    "offline mode": ("it was not fetched before, and HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE once"),
+    "unreachable": ("the Hugging Face hub can't be reached", "connect to the hub"),
+}
+"""By the state of the hub, why data is missing and what to do."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +272,7 @@ def _stock_tasks(
     task_index: ModuleType, manager: TaskIndex, config: HarnessTaskConfig, confirm_unsafe_code: bool
 ) -> list[StockTask]:
     """Return the tasks of a name, with their data from the hub or its cache."""
-    with offline_if_unreachable() as is_online, offline_checker():
+    with offline_if_unreachable() as hub, offline_checker():
         try:
             found = _loaded(task_index, manager, config.task)
         except ModuleNotFoundError as error:
@@ -276,10 +281,10 @@ def _stock_tasks(
                 "its data with the key data."
             ) from error
         except (OSError, ValueError) as error:
-            problem = first_line(error) if is_online else "the Hugging Face hub can't be reached"
+            problem, remedy = _NO_HUB.get(hub, (first_line(error), "connect to the hub"))
             raise EvaluationError(
-                f"The data of the task {config.task} can't be loaded ({problem}): connect to the hub, or name a local "
-                "copy with the key data."
+                f"The data of the task {config.task} can't be loaded ({problem}): {remedy}, or name a local copy with "
+                "the key data."
             ) from error
     for task in found:
         if getattr(task, "UNSAFE_CODE", False) and not confirm_unsafe_code:
