@@ -17,7 +17,7 @@ import torch
 import benchmark_files as files
 from graftlm.backbone import Backbone
 from graftlm.errors import DataError, EvaluationError, GraftError, RecipeError
-from graftlm.evaluation import Interval, harness
+from graftlm.evaluation import harness
 from graftlm.evaluation.benchmarks import (
     Benchmark,
     BenchmarkResult,
