@@ -245,7 +245,7 @@ class RivalsStudy(Study):
         """Return the share of Danish test prompts, and of IFEval's prompts, that the switch sends to its adapter."""
         run = self.run(SWITCHED, self.searches[SWITCHED].best, self.seeds[0], searched=False)
         backbone = load_shared(run.backbone)
-        graft = load_graft(self.runs / run.id / "graft", backbone)
+        graft: Any = load_graft(self.runs / run.id / "graft", backbone)
         danish = [row["messages"][0]["content"] for row in _lines(self._files["test"])]
         sets = {"danish": danish}
         ifeval = self.options.data / IFEVAL
