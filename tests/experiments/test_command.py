@@ -75,5 +75,10 @@ def test_a_mistake_gets_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys, ar
 def test_the_table_of_experiments_matches_the_folders() -> None:
     folders = {path.parent for path in Path(command.__file__).parent.glob("*/__init__.py")}
     assert {f"experiments.{folder.name}" for folder in folders} == set(EXPERIMENTS.values())
-    required = ("run.py", "README.md", "results.json", "report.md")
-    assert [str(folder / name) for folder in folders for name in required if not (folder / name).is_file()] == []
+    for folder in folders:
+        page = (folder / "README.md").read_text(encoding="utf-8")
+        assert (folder / "run.py").is_file()
+        # Comparisons are declared before the run, so a page may precede its results.
+        is_measured = (folder / "results.json").is_file() and (folder / "report.md").is_file()
+        assert is_measured or "## Result" not in page, folder
+        assert is_measured or "not measured yet" in page, folder
