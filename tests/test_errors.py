@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graftlm import errors
-from graftlm.errors import GraftError, MissingExtraError, did_you_mean
+from graftlm.errors import GraftError, MissingExtraError, did_you_mean, first_of
 
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)]
 
@@ -52,3 +52,17 @@ def test_the_nearest_name_is_suggested_or_all_are_listed() -> None:
 @given(st.text(), st.lists(st.text()))
 def test_a_hint_never_fails(word: str, known: list[str]) -> None:
     assert did_you_mean(word, known) == did_you_mean(word, reversed(known))
+
+
+@pytest.mark.parametrize(
+    ("items", "text"),
+    [
+        ([], ""),
+        (["a"], "a"),
+        (["a", "b"], "a, b"),
+        (["a", "b", "c"], "a, b and 1 more"),
+        (["a"] * 1002, "a, a and 1,000 more"),
+    ],
+)
+def test_many_items_are_counted(items: list[str], text: str) -> None:
+    assert first_of(items, 2) == text

@@ -6,7 +6,7 @@ from typing import Any
 
 TABLES = ("1", "rivals", "uncertainty", "samplers", "few", "rows", "probe")
 TRAINED = "trained"
-"""The table whose rows train to their end, which has files, seeds and results of its own."""
+"""The table of rows that are trained to convergence. It has its own data, seeds and results."""
 OFF: dict[str, Any] = {
     "attention": "none",
     "alignment": False,

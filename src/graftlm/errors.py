@@ -21,7 +21,7 @@ The command line prints the message alone and exits with 2. Any other exception 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class GraftError(Exception):
@@ -117,6 +117,18 @@ def shorten(text: str, most: int = 80) -> str:
         return text
     half = most // 2 - 1
     return f"{text[:half]}…{text[-half:]}"
+
+
+def first_of(items: Sequence[str], most: int) -> str:
+    """Return the first items with commas between them, and the number of others, as in `a, b and 3 more`.
+
+    Args:
+        items: texts for a sentence.
+        most: number of items to show.
+    """
+    shown = ", ".join(items[:most])
+    others = len(items) - most
+    return f"{shown} and {others:,} more" if others > 0 else shown
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

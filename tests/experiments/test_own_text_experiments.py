@@ -202,14 +202,15 @@ def test_rivals_have_one_size_and_one_search(folder: Path, tiny_chat_model: Path
     write_nq_open(folder / "eval", 4)
     results = results_of("languages", folder, tiny_chat_model, tables=(RIVALS,))
     assert [row.id for row in results.rows] == ["backbone", *RIVAL_ROWS]
-    search: Any = results.details["search"]
+    details: Any = results.details
+    search = details["search"]
     assert search.keys() == set(RIVAL_ROWS)
     assert {len(found["scores"]) for found in search.values()} == {1}
     sizes = {row.id: value_of(row.metrics["trainable_parameters"]) for row in results.rows[1:]}
     of_lora = {name: size for name, size in sizes.items() if name not in ("neutral", "oft")}
     assert len(set(of_lora.values())) == 1
-    assert results.details["sent_to_the_adapter"].keys() == {"danish"}  # type: ignore[union-attr]
-    assert results.details["rewriting"]["texts"] > 0  # type: ignore[index, operator]
+    assert details["sent_to_the_adapter"].keys() == {"danish"}
+    assert details["rewriting"]["texts"] > 0
 
 
 def test_documents_are_in_one_part_each() -> None:

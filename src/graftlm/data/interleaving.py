@@ -363,9 +363,11 @@ def _period(weights: Sequence[int]) -> np.ndarray:
     common = math.lcm(*weights)
     costs = [common // weight for weight in weights]  # in the proportions of 1 / p
     rows = [0] * len(weights)
-    allowed = [(cost, number) for number, cost in enumerate(costs)]  # the end of the next row, and the source
+    # The end of the next row and the number of the source, of those whose next row may be drawn.
+    allowed = [(cost, number) for number, cost in enumerate(costs)]
     heapq.heapify(allowed)
-    waiting: list[tuple[int, int]] = []  # the first position of the next row, and the source
+    # The first position of the next row and the number of the source, of all others.
+    waiting: list[tuple[int, int]] = []
     sources = np.empty(total, dtype=np.int64)
     for position in range(total):
         while waiting and waiting[0][0] <= position:

@@ -23,7 +23,7 @@ from graftlm.data.label_reader import AnswerSpan, LabelReader, Target, split_bla
 from graftlm.data.marked_places import Mark, read_choices, read_marks
 from graftlm.data.published_forms import FORM_TYPES, PAIR_FORMS, Form, check_label, read_form, read_glue
 from graftlm.data.table_files import check_text, is_table, read_values
-from graftlm.errors import DataError, did_you_mean
+from graftlm.errors import DataError, did_you_mean, first_of
 from graftlm.grafts.heads import FEWEST_LABELS, PLACES, TaskSpec, TaskType
 
 OUTSIDE = "O"
@@ -450,9 +450,7 @@ def _label_notes(name: str, spec: TaskSpec, rows: Sequence[LabelledRow]) -> Iter
             first_row.setdefault(label, row.where)
     single = [label for label in spec.labels if counts[label] == 1]
     if single:
-        named = ", ".join(f"{label!r} ({first_row[label]})" for label in single[:_NAMED_LABELS])
-        if len(single) > _NAMED_LABELS:
-            named += f" and {len(single) - _NAMED_LABELS} more"
+        named = first_of([f"{label!r} ({first_row[label]})" for label in single], _NAMED_LABELS)
         yield f"The task {name} has labels with a single example, which is too few to learn them: {named}."
     missing = [label for label in spec.labels if not counts[label]]
     if missing:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NotRequired, TypeAlias, TypedDict, cast
 
 from graftlm.data.text_sets import TextSets
-from graftlm.errors import shorten
+from graftlm.errors import first_of, shorten
 from graftlm.evaluation.benchmarks.result import BenchmarkValues
 from graftlm.evaluation.measurement import FrozenModel
 from graftlm.evaluation.metric_text import SPEEDS, format_value
@@ -135,9 +135,7 @@ def left_out_questions(about_new: Sequence[str], asked: int) -> str:
         about_new: these questions, at least one.
         asked: the number of all questions.
     """
-    shown = ", ".join(repr(shorten(question)) for question in about_new[:_SHOWN])
-    if len(about_new) > _SHOWN:
-        shown += f" and {len(about_new) - _SHOWN:,} more"
+    shown = first_of([repr(shorten(question)) for question in about_new], _SHOWN)
     return (
         f"Kept answers and spill leave out {len(about_new):,} of the {asked:,} questions, since they have names of the "
         f"new text, so that another answer may be right: {shown}."

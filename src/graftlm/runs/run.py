@@ -315,19 +315,19 @@ def _notes_on_targets(batches: Batches) -> Iterator[str]:
         without = rows.without_target()
         of_all = f"Of the {len(rows):,} {DOMAIN_NAMES[domain]} {'row' if len(rows) == 1 else 'rows'}"
         if without.unscored:
-            is_one = without.unscored == 1
-            cause = "a prompt or conversation is" if is_one else "prompts or conversations are"
-            yield (
-                f"{of_all}, {without.unscored:,} {'has' if is_one else 'have'} no token to learn, since {cause} longer "
-                "than a row: raise data.length, or set data.boundaries to whole."
-            )
+            cause = "a prompt or conversation is" if without.unscored == 1 else "prompts or conversations are"
+            remedy = "raise data.length, or set data.boundaries to whole"
+            yield f"{of_all}, {_have_no_token(without.unscored)}, since {cause} longer than a row: {remedy}."
         if without.single:
-            is_one = without.single == 1
-            cause = "it has" if is_one else "they have"
+            cause = "it has" if without.single == 1 else "they have"
             yield (
-                f"{of_all}, {without.single:,} {'has' if is_one else 'have'} no token to learn, since {cause} a single "
-                "token of each document, which is not predicted."
+                f"{of_all}, {_have_no_token(without.single)}, since {cause} a single token of each document, which is "
+                "not predicted."
             )
+
+
+def _have_no_token(rows: int) -> str:
+    return f"{rows:,} {'has' if rows == 1 else 'have'} no token to learn"
 
 
 def _notes_on_passes(batches: Batches, steps: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ from graftlm.backbone import Backbone
 from graftlm.data import NEW, Mixture
 from graftlm.data.marked_ids import unmark
 from graftlm.data.mixture import MemoryBlocks
-from graftlm.errors import shorten
+from graftlm.errors import first_of, shorten
 
 _SHOWN = 20
 _ROWS = 4096  # rows that are looked through together, which bounds the memory
@@ -35,9 +35,7 @@ def note_on_unused_tokens(backbone: Backbone, batches: Mixture | None) -> str | 
     unused = [text for text, is_used in zip(extended.added.texts, occurs, strict=True) if not is_used]
     if not unused:
         return None
-    names = ", ".join(repr(shorten(text)) for text in unused[:_SHOWN])
-    if len(unused) > _SHOWN:
-        names += f" and {len(unused) - _SHOWN:,} more"
+    names = first_of([repr(shorten(text)) for text in unused], _SHOWN)
     return (
         f"Of the {extended.count:,} tokens in backbone.add_tokens, {len(unused):,} do not occur in the new rows and "
         f"learn nothing from them: {names}."

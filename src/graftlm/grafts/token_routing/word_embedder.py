@@ -32,7 +32,7 @@ from torch import Tensor
 
 from graftlm.backbone import Backbone, Call, common_length
 from graftlm.backbone.chat_templates import common_ending, render_messages
-from graftlm.errors import shorten
+from graftlm.errors import first_of, shorten
 from graftlm.grafts.token_routing.names import LONGEST_NAME, SENTENCE_BREAK, names_in
 from graftlm.grafts.token_routing.routing_state import RouteSpans, RunningSum, prefix_texts
 
@@ -165,9 +165,7 @@ class WordEmbedder:
         everyday = sorted((written[word] for word in rare if word in written), key=_by_digits)
         if not everyday:
             return []
-        shown = ", ".join(everyday[:_SHOWN_WORDS])
-        if len(everyday) > _SHOWN_WORDS:
-            shown += f" and {len(everyday) - _SHOWN_WORDS:,} more"
+        shown = first_of(everyday, _SHOWN_WORDS)
         return [
             f"Rare words that open the expert: {len(rare):,}. Everyday questions may have those that the examples do "
             f"not capitalize inside a sentence, as they do names ({len(everyday):,}): {shown}."
