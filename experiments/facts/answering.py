@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from experiments.facts.retrieval import Lexicon
 from experiments.facts.shared_prefix import SharedPrefix
 from graftlm.backbone import Backbone, end_ids, left_padded, padding_id
-from graftlm.data.chats import render_question
+from graftlm.data.chats import chat_tokens, render_question
+from graftlm.data.conversations import read_chat
 from graftlm.evaluation import Metric, Row
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.strengths import weights_moved_back
@@ -175,6 +178,17 @@ def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
         if token in ends:
             return tokens[:position]
     return tokens
+
+
+def answer_tokens(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Return the tokens of each answer after the last token before it."""
+    sequences = []
+    for row in conversations:
+        ids, predicted, _ = chat_tokens(tokenizer, read_chat(row["messages"], "a taught fact"))
+        positions = np.flatnonzero(predicted)
+        first = positions[0] - 1
+        sequences.append(ids[first : positions[-1] + 1].tolist())
+    return sequences
 
 
 def answers_of(measurement: Measurement, strength: float = 1.0) -> Mapping[str, str]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Options
-from experiments.facts.answering import AnsweringRun, Asked, answers_of
+from experiments.facts.answering import AnsweringRun, Asked, answer_tokens, answers_of
 from experiments.facts.generator import FactSet, Question
 from experiments.facts.items import ITEMS_FILE, RATE, JudgedRows, read_items, write_items
 from experiments.facts.kept import FILES, far_questions, instruction_prompts, known_words
@@ -60,8 +60,6 @@ from experiments.protocol import (
 )
 from experiments.study import Study, check_files, write_lines
 from graftlm.backbone.load import BackboneConfig
-from graftlm.data.chats import chat_tokens
-from graftlm.data.conversations import read_chat
 from graftlm.evaluation import Aim, Metric, Results, Row, value_of
 from graftlm.evaluation.evaluator import EvaluationConfig
 from graftlm.evaluation.measurement import Measurement
@@ -276,18 +274,8 @@ class FactsStudy(Study):
     def bigram_nats(self, size: Size, seed: int) -> float:
         """Return the nats per token of a bigram table of the taught answers on the test answers."""
         facts = self.facts(size, seed)
-        table = BigramTable(self._answer_tokens(facts.conversations()), len(self.tokenizer))
-        return table.nats_per_token(self._answer_tokens(self._tested(size, seed)))
-
-    def _answer_tokens(self, conversations: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-        """Return the tokens of each answer after the last token before it."""
-        sequences = []
-        for row in conversations:
-            ids, predicted, _ = chat_tokens(self.tokenizer, read_chat(row["messages"], "a taught fact"))
-            positions = np.flatnonzero(predicted)
-            first = positions[0] - 1
-            sequences.append(ids[first : positions[-1] + 1].tolist())
-        return sequences
+        table = BigramTable(answer_tokens(self.tokenizer, facts.conversations()), len(self.tokenizer))
+        return table.nats_per_token(answer_tokens(self.tokenizer, self._tested(size, seed)))
 
     def judged(self, answers: Answers, size: Size, seed: int) -> Items:
         """Return the judged answers of a row."""

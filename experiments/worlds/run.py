@@ -5,7 +5,7 @@ The rates and the settings of the mixtures are searched on other facts, with oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments import Options
+from experiments.facts.answering import answer_tokens
 from experiments.facts.generator import Question
 from experiments.facts.kept import WIKITEXT, known_words
 from experiments.facts.metrics import Answers, Items, judge, shares
@@ -50,8 +51,6 @@ from experiments.worlds.sizes import Size
 from experiments.worlds.texts import WORLDS, Pair, WorldSet, judge_pairs
 from graftlm.backbone.load import BackboneConfig
 from graftlm.data import DataConfig
-from graftlm.data.chats import chat_tokens
-from graftlm.data.conversations import read_chat
 from graftlm.evaluation import Metric, Results, Row, value_of
 from graftlm.evaluation.evaluator import EvaluationConfig
 from graftlm.evaluation.measurement import Measurement
@@ -332,8 +331,8 @@ class WorldsStudy(Study):
         taught = [row for world in WORLDS for row in worlds.conversations(world)]
         tested = [row for row, _ in self._tested(worlds)]
         tokenizer = load_shared(self.backbone).need_tokenizer()
-        table = BigramTable(_answer_tokens(tokenizer, taught), len(tokenizer))
-        return table.nats_per_token(_answer_tokens(tokenizer, tested))
+        table = BigramTable(answer_tokens(tokenizer, taught), len(tokenizer))
+        return table.nats_per_token(answer_tokens(tokenizer, tested))
 
     def rows(self) -> list[Row]:
         """Return the rows that were measured."""
@@ -384,16 +383,6 @@ class WorldsStudy(Study):
             "seconds": self.seconds,
         }
         return self.write(NAME, self.rows(), seeds=tuple(self.items[OWN]), details=details)
-
-
-def _answer_tokens(tokenizer: Any, conversations: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Return the tokens of each answer after the last token before it."""
-    sequences = []
-    for row in conversations:
-        ids, predicted, _ = chat_tokens(tokenizer, read_chat(row["messages"], "a taught fact"))
-        positions = np.flatnonzero(predicted)
-        sequences.append(ids[positions[0] - 1 : positions[-1] + 1].tolist())
-    return sequences
 
 
 def run(options: Options) -> Results:
