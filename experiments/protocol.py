@@ -120,6 +120,11 @@ class RateSearch:
         """Whether a smaller and a larger rate were tried than the best one."""
         return min(self.scores) < self.best < max(self.scores)
 
+    def details(self) -> dict[str, Any]:
+        """Return what `results.json` keeps of the search."""
+        scores = {f"{rate:g}": round(value, 4) for rate, value in self.scores.items()}
+        return {"scores": scores, "is_interior": self.is_interior}
+
 
 def search_rate(
     score: Callable[[float], float],

@@ -315,14 +315,10 @@ def run_rivals(options: Options) -> Results:
 
 def _details(study: RivalsStudy) -> dict[str, Any]:
     """Return the searches, the shares of prompts that the switch sends to its adapter, and counts of rewriting."""
-    search = {}
-    for name, found in study.searches.items():
-        scores = {f"{rate:g}": round(value, 4) for rate, value in found.scores.items()}
-        search[name] = {"scores": scores, "is_interior": found.is_interior}
     return {
         "seconds": study.seconds,
         "precision": study.precision,
-        "search": search,
+        "search": {name: search.details() for name, search in study.searches.items()},
         "sent_to_the_adapter": study.sent_to_the_adapter(),
         "rewriting": study.rewriting(),
     }
