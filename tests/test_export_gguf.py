@@ -234,6 +234,7 @@ REFUSED: dict[str, tuple[Callable[[], Backbone], str]] = {
         "score",
     ),
     "more tokens than rows": (lambda: backbone_of("llama", vocab_size=290), "290"),
+    "added tokens without a graft": (lambda: backbone_of("llama").with_tokens([" it is"]), "add_tokens"),
 }
 
 

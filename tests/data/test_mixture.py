@@ -30,6 +30,7 @@ from graftlm.data import (
 )
 from graftlm.data.boundaries import Boundaries
 from graftlm.data.marked_ids import PADDING
+from graftlm.data.mixture import passes_text
 from graftlm.errors import DataError
 from tiny import tiny_tokenizer
 
@@ -273,3 +274,11 @@ def test_the_fingerprint_tells_texts_seeds_and_shares_apart() -> None:
     assert first == mixture().fingerprint()
     others = [mixture(text="one two three four five seven"), mixture(seed=1), mixture(share=0.25)]
     assert len({first, *(other.fingerprint() for other in others)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("passes", "text"),
+    [(0.04567, "0.0457 times"), (2.5, "2.5 times"), (99.44, "99.4 times"), (1083.4, "1,083 times")],
+)
+def test_a_number_of_passes_is_written_without_an_exponent(passes: float, text: str) -> None:
+    assert passes_text(passes) == text

@@ -46,6 +46,11 @@ class SourceRead(TypedDict):
     share: NotRequired[float]
 
 
+def passes_text(passes: float) -> str:
+    """Return a number of passes in three digits, or all digits before the decimal point if there are more."""
+    return f"{passes:,.0f} times" if passes >= 100 else f"{passes:.3g} times"
+
+
 class Batches(Protocol):
     """A source of batches for a training loop."""
 

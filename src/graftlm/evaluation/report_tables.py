@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from graftlm.data.mixture import SourceRead
+from graftlm.data.mixture import SourceRead, passes_text
 from graftlm.evaluation.differences import method_differences
 from graftlm.evaluation.kept_answers import reported_answers
 from graftlm.evaluation.measurement import TrainingDetails
@@ -175,7 +175,7 @@ def _read_text(source: SourceRead, *, is_alone: bool) -> str:
     if source["source"]:
         text += f" of {source['source']}"
     if "passes" in source:
-        text += f", {source['passes']:.3g} times"
+        text += f", {passes_text(source['passes'])}"
     if "share" in source and not is_alone:
         text += f", {source['share']:.1%} of the {source['domain']} text"
     return text

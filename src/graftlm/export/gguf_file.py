@@ -93,12 +93,17 @@ def export_model_gguf(backbone: Backbone, file: str | Path, *, weight_type: Weig
         The file.
 
     Raises:
-        ArtifactError: a GGUF file can't express the model or its tokenizer, the model is quantized, the written file
-            computes something else, or the file exists or can't be written.
+        ArtifactError: a GGUF file can't express the model or its tokenizer, the model is quantized, its tokenizer has
+            added tokens, the written file computes something else, or the file exists or can't be written.
         MissingExtraError: the package gguf is not installed.
     """
     file = Path(file)
     _check_file(file, weight_type)
+    if backbone.extended is not None:
+        raise ArtifactError(
+            f"The tokenizer has {backbone.extended.count:,} added tokens, whose embeddings belong to a graft, but none "
+            "is exported: use export_gguf with the graft, or load the backbone without add_tokens."
+        )
     form_of(backbone.config)
     check_weights(backbone)
     return _write(backbone.bare_model, backbone, file, token_facts(backbone), weight_type)

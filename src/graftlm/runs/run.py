@@ -15,7 +15,7 @@ from torch import nn
 
 from graftlm.config import Config
 from graftlm.data.interleaving import InterleavedBlocks
-from graftlm.data.mixture import Batches, MemoryBlocks, Mixture
+from graftlm.data.mixture import Batches, MemoryBlocks, Mixture, passes_text
 from graftlm.data.rows import DOMAIN_NAMES, NEW
 from graftlm.errors import RecipeError
 from graftlm.evaluation import Row
@@ -346,7 +346,7 @@ def _notes_on_passes(batches: Batches, steps: int) -> Iterator[str]:
         of_all = counts[domain] / len(blocks)
         for read in blocks.text_read(counts[domain]):
             assert read.passes is not None, "rows in memory are known"
-            text = f"{read.source} ({_times_text(read.passes)})"
+            text = f"{read.source} ({passes_text(read.passes)})"
             if read.passes < min(1, of_all * (1 - _UNEVEN)):
                 rare.append(text)
             elif read.passes > max(_MANY_PASSES, of_all * (1 + _UNEVEN)):
@@ -358,11 +358,6 @@ def _notes_on_passes(batches: Batches, steps: int) -> Iterator[str]:
     ]
     if clauses:
         yield f"With the weights of sources, {' and '.join(clauses)}."
-
-
-def _times_text(passes: float) -> str:
-    """Return a number of passes in three digits, or all digits before the decimal point if there are more."""
-    return f"{passes:,.0f} times" if passes >= 100 else f"{passes:.3g} times"
 
 
 def _steps_of(batches: Batches, epochs: float) -> int:
