@@ -58,7 +58,13 @@ from graftlm.runs.matching import MatchedSize
 from graftlm.runs.rewriting_run import RewritingRun
 from graftlm.runs.run import Run, RunContext, Trainee, TrainingRun, steps_text
 from graftlm.runs.sampling_run import SAMPLES, SamplingRun
-from graftlm.runs.shared import load_shared_evaluator, load_shared_extended, release_shared, shared_batches
+from graftlm.runs.shared import (
+    load_shared_evaluator,
+    load_shared_extended,
+    release_shared,
+    shared_batches,
+    shared_notes,
+)
 from graftlm.runs.unused_tokens import note_on_unused_tokens
 from graftlm.store.artifact import load_graft, save_graft
 from graftlm.store.card import model_card
@@ -318,7 +324,7 @@ class GraftRun(TrainingRun):
         _ = evaluator.backbone_answers
         _ = evaluator.validator
         documents = self._new_chats()
-        for note in notes_on_conversations(documents, backbone, asks=self.evaluation.ask is not None):
+        for note in self._notes_on(documents, backbone):
             context.log(note)
         self._log_start(context)
         unused = note_on_unused_tokens(backbone, batches)
@@ -379,6 +385,12 @@ class GraftRun(TrainingRun):
         if not (has_chats and self.training.has_steps) or any(source.streaming for source in self.data.new):
             return []
         return build_documents(self.data.new)
+
+    def _notes_on(self, documents: Sequence[Document], backbone: Backbone) -> Sequence[str]:
+        """Return what is known of the new conversations before the training. Runs of one process share it."""
+        asks = self.evaluation.ask is not None
+        key = (self.backbone, asks, documents)
+        return shared_notes(key, lambda: notes_on_conversations(documents, backbone, asks=asks))
 
     def _log_start(self, context: RunContext) -> None:
         assert self.graft is not None, "a bare backbone is not trained"

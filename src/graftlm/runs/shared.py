@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
 from graftlm.backbone import Backbone
 from graftlm.backbone.load import BackboneConfig, LearnedTokensConfig
-from graftlm.data import DataConfig, Mixture
+from graftlm.data import DataConfig, Document, Mixture
 from graftlm.data.learned_tokens import learn_tokens
 from graftlm.data.own_text import read_own_text
 from graftlm.data.sources import first_texts
@@ -20,10 +20,12 @@ from graftlm.evaluation.benchmarks.result import read_results
 from graftlm.evaluation.evaluator import BackboneEvaluator, EvaluationConfig, load_tests
 
 BatchesKey: TypeAlias = tuple[BackboneConfig, str, int]
+NotesKey: TypeAlias = tuple[BackboneConfig, bool, Sequence[Document]]
 
 _CACHED_BATCHES = 4
 _BATCHES: OrderedDict[BatchesKey, Mixture] = OrderedDict()
 """The batches used last, from the oldest to the newest."""
+_NOTES: deque[tuple[NotesKey, Sequence[str]]] = deque(maxlen=2)
 
 
 @lru_cache(maxsize=2)
@@ -135,6 +137,21 @@ def shared_batches(key: BatchesKey, build: Callable[[], Mixture]) -> Mixture:
     return batches
 
 
+def shared_notes(key: NotesKey, build: Callable[[], Iterable[str]]) -> Sequence[str]:
+    """Return notes on conversations, which the runs of one process share; those of the last two keys are kept.
+
+    Args:
+        key: the backbone, whether the report has answers, and the conversations.
+        build: yields the notes.
+    """
+    for known, notes in _NOTES:
+        if known == key:
+            return notes
+    built = tuple(build())
+    _NOTES.append((key, built))
+    return built
+
+
 def release_shared() -> None:
     """Free everything that the runs of this process share."""
     load_shared.cache_clear()
@@ -142,3 +159,4 @@ def release_shared() -> None:
     load_shared_evaluator.cache_clear()
     load_shared_benchmarks.cache_clear()
     _BATCHES.clear()
+    _NOTES.clear()
