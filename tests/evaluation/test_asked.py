@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from graftlm import GraftedModel, audit, load_graft
-from graftlm.backbone import load_backbone
+from graftlm.backbone import Backbone, load_backbone
 from graftlm.data import Document, SourceConfig, build_documents
 from graftlm.data.conflicts import find_conflicts
 from graftlm.data.questions import read_questions, sample_questions
@@ -23,7 +23,7 @@ from graftlm.evaluation.results import Interval
 from graftlm.evaluation.taught_answers import closed_text, find_closed
 from graftlm.generation.inputs import new_sources
 from graftlm.runs.conversations import notes_on_conversations
-from graftlm.runs.recipe import Recipe, run_recipe
+from graftlm.runs.recipe import Recipe, compare_recipe, run_recipe
 
 FACTS = [
     [{"role": "user", "content": "what is vorlia"}, {"role": "assistant", "content": "a house by the river"}],
@@ -45,6 +45,25 @@ def fact(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
+def recipe_values(folder: Path, model: Path, facts: Sequence[Any]) -> dict[str, Any]:
+    """Write facts as conversations, and return a recipe of one step that trains LoRA on them."""
+    folder.mkdir(exist_ok=True)
+    rows = folder / "facts.jsonl"
+    rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in facts), encoding="utf-8")
+    return {
+        "backbone": {"name": str(model)},
+        "graft": LORA,
+        "data": {
+            "new": [{"path": str(rows), "messages_column": "messages"}],
+            "replay_fraction": 0,
+            "length": 64,
+            "boundaries": "whole",
+        },
+        "training": {"steps": 1, "batch_size": 1, "learning_rate": 0.1},
+        "evaluation": {"own_tokens": 0, "decode_prompts": 0, "ask": None},
+    }
+
+
 def trained(
     folder: Path,
     model: Path,
@@ -54,21 +73,10 @@ def trained(
     graft: dict[str, Any] = LORA,
     overrides: Sequence[str] = (),
 ) -> Results:
-    folder.mkdir(exist_ok=True)
-    rows = folder / "facts.jsonl"
-    rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in facts), encoding="utf-8")
-    values = {
-        "backbone": {"name": str(model)},
-        "graft": graft,
-        "data": {
-            "new": [{"path": str(rows), "messages_column": "messages"}],
-            "replay_fraction": 0,
-            "length": 64,
-            "boundaries": "whole",
-        },
-        "training": {"steps": steps, "batch_size": 1, "learning_rate": 0.1},
-        "evaluation": {"own_tokens": 0, "decode_prompts": 0, "ask": ask},
-    }
+    values = recipe_values(folder, model, facts)
+    values["graft"] = graft
+    values["training"]["steps"] = steps
+    values["evaluation"]["ask"] = ask
     recipe_file = folder / "recipe.yaml"
     recipe_file.write_text(json.dumps(values), encoding="utf-8")
     recipe = Recipe.from_yaml(recipe_file, overrides)
@@ -321,3 +329,21 @@ def test_new_text_is_read_as_conversations_or_as_text(tmp_path: Path) -> None:
     texts.write_text(json.dumps({"text": "a house"}) + "\n", encoding="utf-8")
     sources = new_sources([chats, texts, tmp_path])
     assert [("messages_column" in source) for source in sources] == [True, False, False]
+
+
+def test_runs_of_one_process_look_up_once_what_is_known(
+    tiny_chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up: list[Sequence[Document]] = []
+
+    def find(backbone: Backbone, documents: Sequence[Document]) -> list[Document]:
+        looked_up.append(documents)
+        return list(documents)
+
+    monkeypatch.setattr("graftlm.runs.conversations.find_known", find)
+    values = recipe_values(tmp_path, tiny_chat_model, FACTS)
+    values["methods"] = {"first": {"graft": LORA}, "second": {"graft": {"kind": "lora", "rank": 2}}}
+    told: list[str] = []
+    compare_recipe(Recipe.parse({**values, "out": str(tmp_path / "out")}), progress=False, log=told.append)
+    assert len(looked_up) == 1
+    assert sum("already gives" in line for line in told) == 2
