@@ -38,7 +38,7 @@ GRAFT = {"kind": "neutral-residues", "capacity": 0.1, "alpha": 1.0, "init": "he"
 RATES = {"smollm2": (6e-3,), "gemma": (3e-5, 1e-4, 3e-4)}
 """Learning rates of each table. Several are searched."""
 STEPS = 60
-SEARCH_STEPS = 20
+SEARCH_STEPS = 15
 ROWS_PER_STEP = 4
 LENGTH = 256
 
@@ -85,7 +85,7 @@ class LanguagesStudy(Study):
     def _evaluation(self, *, searched: bool) -> dict[str, Any]:
         quick = self.options.quick
         values: dict[str, Any] = {
-            "limit_tokens": 300 if quick else 2048 if searched else 6144,
+            "limit_tokens": 300 if quick else 1024 if searched else 6144,
             "own_tokens": 0 if searched else 200 if quick else 2048,
             "decode_prompts": 0,
             "batch_size": 8,
