@@ -26,7 +26,6 @@ DOCUMENTS = "parallel/ntrex/DOCUMENT_IDS.tsv"
 FILES = (DANISH, SLOVAK, CZECH, *NEWS.values())
 
 _SENTENCES = 20  # of a document
-_TESTED = 0.8  # of the news; the others are for searches
 _PAIR_CHARACTERS = 350
 _SENTENCE = "# text = "
 _VERSE = re.compile(r"\[\d+:\d+\]\s*(.+)")
@@ -40,8 +39,7 @@ def write_texts(data: Path, folder: Path) -> dict[str, Path]:
         folder: the folder for the files.
 
     Returns:
-        The files of training by language, those of tests by language and `_test`, and those of searches by language and
-        `_valid`. Tests and searches read different lines of the news.
+        The files of training by language, and those of tests by language and `_test`.
     """
     trained = {
         "da": treebank_sentences(data / DANISH),
@@ -53,9 +51,7 @@ def write_texts(data: Path, folder: Path) -> dict[str, Path]:
     for language, sentences in trained.items():
         news = (data / NEWS[language]).read_text(encoding="utf-8").splitlines()
         files[language] = _write(sentences, folder / f"{language}.jsonl")
-        tested = round(len(news) * _TESTED)
-        files[f"{language}_test"] = _write(news[:tested], folder / f"{language}-test.jsonl")
-        files[f"{language}_valid"] = _write(news[tested:], folder / f"{language}-valid.jsonl")
+        files[f"{language}_test"] = _write(news, folder / f"{language}-test.jsonl")
     return files
 
 
