@@ -69,6 +69,7 @@ ROWS: dict[str, dict[str, Any]] = {
     SCALED: {"label": "OFT, moved back as validation says", "graft": OFT},
     SWITCHED: {"label": "LoRA behind a switch of languages"},
 }
+MOST_RATES = 4
 LORA_RATES = (1e-3, 2e-3, 4e-3)
 RATES = dict.fromkeys(ROWS, LORA_RATES) | {"neutral": (6e-3, 1.2e-2, 2.4e-2), SCALED: (1.25e-4, 2.5e-4, 5e-4)}
 """The rates to begin with: three each. With 1e-3 OFT loses 1.5 nats of validation text."""
@@ -279,7 +280,7 @@ class RivalsStudy(Study):
             return -metric(measurement, "new") - metric(measurement, "old")
 
         rates = self._first_rates(name)
-        return search_rate(score, rates, limit=len(rates) if self.options.quick else 6)
+        return search_rate(score, rates, limit=len(rates) if self.options.quick else MOST_RATES)
 
     def measure(self, names: Collection[str]) -> list[Row]:
         """Train rows at their best rates with every seed, and return them."""
