@@ -1,8 +1,8 @@
 """A model learns Danish, Slovak and Czech in one run: shares of tokens, what is learned of each, and what is retained.
 
 Nothing is searched here: alpha and the rate of SmolLM2 are those that `keep-smollm2` chose on validation texts for
-German, and Gemma has about a hundredth of this rate. It normalises the sum of the feed-forward network and the adapter.
-Before this norm the outputs of its network are much smaller than those of SmolLM2, and the adapter's inputs are larger.
+German. Gemma has about a hundredth of this rate, which is still too high for it. It normalises the sum of feed-forward
+network and adapter. Before this norm the outputs of its network are much smaller than those of SmolLM2.
 """
 
 from __future__ import annotations
