@@ -1,7 +1,7 @@
 """A model learns Danish, Slovak and Czech in one run: shares of tokens, what is learned of each, and what is retained.
 
 Nothing is searched here: alpha and the rate of SmolLM2 are those that `keep-smollm2` chose on validation texts for
-German. Gemma has about a hundredth of this rate, which is still too high for it. It normalises the sum of feed-forward
+German. Gemma has about a hundredth of this rate, at which it learned nothing. It normalises the sum of feed-forward
 network and adapter. Before this norm the outputs of its network are much smaller than those of SmolLM2.
 """
 
