@@ -39,7 +39,7 @@ OWN: dict[str, dict[str, Any]] = {  # GraftLM's own architecture
     "multi-filter": {"context": "mf", "kernel": "unstructured"},
     "recurrent": {"mixer": "recurrent"},
 }
-MORE = ("gemma2", "olmo2", "phi", "phi3", "gpt_neox", "mixtral", "gpt_oss", "lfm2")
+MORE = ("gemma2", "olmo2", "glm4", "phi", "phi3", "gpt_neox", "mixtral", "gpt_oss", "lfm2")
 TWO = {name: EXPERTS[name] for name in ("english", "code")}
 KINDS: dict[str, dict[str, Any]] = {
     "neutral-residues": {"kind": "neutral-residues", "width": 7},
@@ -303,7 +303,8 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", thinned([*FAMILIES, "phi3", "mixtral", "block-state"], {"llama", "gpt2", "mixtral", "block-state"})
+    "family",
+    thinned([*FAMILIES, "phi3", "mixtral", "block-state"], {"llama", "gemma3", "gpt2", "mixtral", "block-state"}),
 )
 def test_graftlm_loads_what_it_exports_as_a_backbone(family: str, tmp_path: Path) -> None:
     folder = exported(KINDS["neutral-residues"], tiny(family), tmp_path / "own").folder

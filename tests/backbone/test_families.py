@@ -230,6 +230,27 @@ def test_any_module_is_a_site_by_its_path(family: str) -> None:
     torch.testing.assert_close(by_path, by_site, **CLOSE)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "olmo2", "glm4", "exaone4"])
+def test_what_is_added_to_an_ffn_joins_the_residual_stream(family: str) -> None:
+    """A norm between the two would scale it."""
+    change = torch.randn(tiny_ids(2, 12).shape[1], Sites(model(family)).width)
+
+    def add(call: Call, inputs: Tensor, outputs: Tensor) -> Tensor:
+        return change.expand_as(outputs)
+
+    def stream(*taps: Tap) -> Tensor:
+        seen: list[Tensor] = []
+
+        def look(call: Call, inputs: Tensor, outputs: Tensor) -> None:
+            seen.append(outputs)
+
+        tapped(family, *taps, Tap(Site("layer", 0), "after", "add", look))
+        return seen[0]
+
+    added = stream(Tap(Site("ffn", 0), "after", "add", add)) - stream()
+    torch.testing.assert_close(added, change.expand_as(added), **CLOSE)
+
+
 def test_negative_layers_count_from_the_end() -> None:
     last = tapped("llama", Tap(Site("ffn", -1), "after", "replace", zeros))
     assert torch.equal(last, tapped("llama", Tap(Site("ffn", 1), "after", "replace", zeros)))

@@ -1,6 +1,6 @@
 """Neutral residues as in the equations of the paper: one token, one layer and one row at a time. For tests only.
 
-    r(x) = g(x) * A(x)                        the block's output, added to the FFN's
+    r(x) = g(x) * A(x)                        the block's output, added to the FFN's, after a norm of the latter
     g(x) = act_g(w . x + b)                   act_g: ReLU, sigmoid, or 1 where there is no gate
     A(x) = W_o (act(W_g x) * W_i x)           or W_o act(W_i x) where the FFN is not a gated linear unit
     l_train = l_LM + alpha * l_local

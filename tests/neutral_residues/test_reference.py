@@ -22,7 +22,12 @@ IDS = tiny_ids(2, 10)
 MASK = torch.tensor([[1] * 10, [1] * 6 + [0] * 4])
 LABELS = IDS.masked_fill(MASK == 0, -100)
 TOTALS = torch.tensor([31.0, 22.0, 13.0])  # of an optimizer step of which this batch is a part
-FAMILIES = {"llama": "mlp", "gpt2": "mlp", "gemma2": "mlp"}  # gated linear units; a plain FFN; a norm after the FFN
+# Where the FFN begins and ends: a gated linear unit, a plain FFN, and one that a norm follows.
+FAMILIES = {
+    "llama": ("mlp", "mlp"),
+    "gpt2": ("mlp", "mlp"),
+    "gemma2": ("mlp", "post_feedforward_layernorm"),
+}
 CASES = [
     {"gate": gate, "local_loss": loss, "gate_init": "open" if gate == "sigmoid" else "random", "alpha": 0.7, "width": 6}
     for gate in ("relu", "sigmoid", "none")
@@ -60,7 +65,7 @@ def weights_of(graft: NeutralResidues) -> list[reference.Weights]:
 
 
 class SlowModel:
-    """The backbone with `reference.residue` added to each FFN's output by plain hooks."""
+    """The backbone with `reference.residue` added by plain hooks to each FFN's output, or to its norm's."""
 
     def __init__(self, host: Backbone, graft: NeutralResidues) -> None:
         self.host, self.kind, self.weights = host, graft.config.gate, weights_of(graft)
@@ -74,16 +79,21 @@ class SlowModel:
 
     @contextmanager
     def _hooks(self) -> Iterator[None]:
-        ffns = [layer.get_submodule(FAMILIES[self.host.sites.model_type]) for layer in self.host.sites.layers]
-        handles = [ffn.register_forward_hook(self._add(i)) for i, ffn in enumerate(ffns)]
+        entry, exit_ = FAMILIES[self.host.sites.model_type]
+        handles = []
+        for number, layer in enumerate(self.host.sites.layers):
+            handles.append(layer.get_submodule(entry).register_forward_pre_hook(self._read))
+            handles.append(layer.get_submodule(exit_).register_forward_hook(self._add(number)))
         yield
         for handle in handles:
             handle.remove()
 
+    def _read(self, _module: Any, inputs: tuple[Tensor]) -> None:
+        self.inputs.append(inputs[0])
+
     def _add(self, layer: int) -> Any:
-        def hook(_module: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-            self.inputs.append(inputs[0])
-            self.residues.append(reference.residue(inputs[0], self.weights[layer], self.activation, self.kind))
+        def hook(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+            self.residues.append(reference.residue(self.inputs[-1], self.weights[layer], self.activation, self.kind))
             return output + self.residues[-1]
 
         return hook

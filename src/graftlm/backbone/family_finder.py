@@ -59,7 +59,7 @@ def find_family(trace: ModuleTrace) -> Family:
         layers=trace.names[layers],
         norm=_find_last_norm(trace, layers),
         attention=attention,
-        ffn=ffn,
+        ffn=_with_norm_after(trace, layers, ffn),
         ffn_in=linears.ffn_in,
         ffn_out=linears.ffn_out,
         gated=linears.gated,
@@ -196,6 +196,26 @@ def _common_sublayer(sublayers: Sequence[Sublayer]) -> Sublayer:
             f"its layers have different sublayers ({', '.join(found)}), but the same one is expected in all"
         )
     return sublayers[0]
+
+
+def _with_norm_after(trace: ModuleTrace, layers: nn.ModuleList, ffn: Sublayer) -> Sublayer:
+    """Return the FFN with its exit at the norm that reads its output, if all layers have this norm."""
+    names = {_norm_after(trace, layer, ffn) for layer in layers}
+    name = names.pop()
+    if names or name is None:
+        return ffn
+    return Sublayer(ffn.entry, exit=name)
+
+
+def _norm_after(trace: ModuleTrace, layer: nn.Module, ffn: Sublayer) -> str | None:
+    """Return the name of the norm that reads the output of a layer's FFN; None without one."""
+    written = trace.visits[layer.get_submodule(ffn.exit or ffn.entry)].leaving
+
+    def reads_output(name: str, module: nn.Module) -> bool:
+        return is_norm(module) and trace.visits[module].entering is written
+
+    names = trace.children(layer, reads_output)
+    return names[0] if len(names) == 1 else None
 
 
 def find_dense_layer(layers: Iterable[nn.Module], ffn: Sublayer) -> nn.Module | None:

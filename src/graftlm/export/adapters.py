@@ -20,6 +20,7 @@ TEMPLATE_MODULE = "modeling_grafted"
 """Name of the file with the code of a backbone with adapters."""
 
 _TEMPLATE = Path(__file__).with_name("model_template.py")
+_TEMPLATE_WITH_NORM = Path(__file__).with_name("residue_template.py")
 _REMEDY = "load it with graftlm, or serve it with graft serve."
 
 
@@ -54,13 +55,15 @@ def save_with_adapters(adapter: ExportedAdapter, backbone: Backbone, folder: Pat
 
 def _check_backbone(backbone: Backbone) -> None:
     """Raise `ArtifactError` if the template can't describe a backbone with adapters."""
-    ffn = backbone.sites.family.ffn
+    family = backbone.sites.family
+    ffn = family.ffn
+    is_module = ffn.exit in ("", ffn.entry) or _norm_after_ffn(family)
     has_known_code = all(
         cls.__module__.startswith("transformers.") or is_own(cls) for cls in model_classes(backbone.model)
     )
     if backbone.kind != "causal-lm":
         problem = f"is loaded as {backbone.kind}, but a causal language model is expected"
-    elif ffn.exit not in ("", ffn.entry):
+    elif not is_module:
         problem = f"has no module that computes its FFN alone ({ffn.entry} to {ffn.exit}), where an adapter fits"
     elif not has_known_code:
         problem = "has code that is neither transformers' nor GraftLM's"
@@ -86,8 +89,29 @@ def moved_path(path: str, backbone: Backbone) -> str:
     """Return the path that a module or weight of a backbone has in the exported model with adapters."""
     family = backbone.sites.family
     layers = f"{backbone.model.base_model_prefix}.{family.layers}"
-    ffn_prefix = rf"^{re.escape(layers)}\.\d+\.{re.escape(family.ffn.entry)}\."
-    return re.sub(ffn_prefix, r"\g<0>ffn.", path)
+    in_layer = re.match(rf"{re.escape(layers)}\.\d+\.", path)
+    if in_layer is None:
+        return path
+    return in_layer[0] + _moved_in_layer(path[in_layer.end() :], family)
+
+
+def _moved_in_layer(path: str, family: Family) -> str:
+    """Return the path that a module or weight of a layer has in the exported layer with an adapter."""
+    wrapped = {family.ffn.entry: "ffn"}
+    norm = _norm_after_ffn(family)
+    if norm:
+        wrapped[norm] = "norm"
+    for module, name in wrapped.items():
+        if path == module or path.startswith(f"{module}."):
+            return f"{module}.{name}{path.removeprefix(module)}"
+    return path
+
+
+def _norm_after_ffn(family: Family) -> str:
+    """Return the path in a layer of the norm after an FFN that is one module; empty without such a norm."""
+    ffn = family.ffn
+    is_one_module = all(path.startswith(f"{ffn.entry}.") for path in family.ffn_in)
+    return ffn.exit if is_one_module and ffn.exit in family.norms else ""
 
 
 def _fill_template(adapter: ExportedAdapter, backbone: Backbone, folder: Path) -> str:
@@ -95,8 +119,6 @@ def _fill_template(adapter: ExportedAdapter, backbone: Backbone, folder: Path) -
     family = backbone.sites.family
     classes = model_classes(backbone.model)
     config_name, base_name, model_name = [cls.__name__ for cls in classes]
-    ffn_pattern = f"{family.layers}.*.{family.ffn.entry}"
-
     code = _TEMPLATE.read_text(encoding="utf-8")
     _, _, code = code.partition('"""\n\n')  # drops the template's docstring
     code = _replace_names(
@@ -112,19 +134,38 @@ def _fill_template(adapter: ExportedAdapter, backbone: Backbone, folder: Path) -
         },
     )
     code = _replace_section(code, r"(?:^from transformers\.models\.llama.*\n)+", _imports(classes, folder))
-    code = _replace_section(code, r"^class Adapter\(nn\.Module\):\n(?:.+\n|\n(?=    ))*", adapter.source.strip() + "\n")
-    code = _replace_section(code, r"    adapter_width: int = 64\n", _plans(adapter, classes[0], ffn_pattern))
+    code = _replace_section(code, _class_pattern("Adapter"), adapter.source.strip() + "\n")
+    norm = _norm_after_ffn(family)
+    if norm:
+        code = _with_norm(code, family.ffn.entry, norm)
+    code = _replace_section(code, r"    adapter_width: int = 64\n", _plans(adapter, classes[0], family))
     code = _replace_section(code, r"    graft_sites = \{\}\n", _graft_sites(family))
+    sum_ = "norm(FFN(x))" if norm else "FFN(x)"
     lines = [
         f'"""{model_name} with an adapter next to every FFN.',
         "",
-        "FFN(x) + adapter(x) replaces FFN(x); all other code is that of the original model.",
+        f"{sum_} + adapter(x) replaces {sum_}; all other code is that of the original model.",
         f"Exported by GraftLM {__version__}. Needs torch and transformers only.",
         '"""',
         "",
         code,
     ]
     return "\n".join(lines)
+
+
+def _with_norm(code: str, ffn: str, norm: str) -> str:
+    """Return the code with adapters whose outputs are added after the norm of their FFNs.
+
+    Args:
+        code: the code of adapters that are added to the output of their FFNs.
+        ffn: the path of the FFN in a layer.
+        norm: the path of the norm after it.
+    """
+    _, _, classes = _TEMPLATE_WITH_NORM.read_text(encoding="utf-8").partition("class FFNWithAdapter")
+    code = _replace_section(code, _class_pattern("FFNWithAdapter"), f"class FFNWithAdapter{classes}")
+    ffn_line = f"            layer.{ffn} = FFNWithAdapter(layer.{ffn}, config)\n"
+    norm_line = f"            layer.{norm} = NormWithAdapter(layer.{norm})\n"
+    return _replace_section(code, re.escape(ffn_line), ffn_line + norm_line)
 
 
 def _replace_names(code: str, names: dict[str, str]) -> str:
@@ -146,6 +187,11 @@ def _replace_section(code: str, pattern: str, text: str) -> str:
     return result
 
 
+def _class_pattern(name: str) -> str:
+    """Return the pattern of the code of a module's class."""
+    return rf"^class {name}\(nn\.Module\):\n(?:.+\n|\n(?=    ))*"
+
+
 def _identifier(model_type: str) -> str:
     return re.sub(r"\W", "_", model_type)
 
@@ -160,21 +206,25 @@ def _imports(classes: list[type], folder: Path) -> str:
     return "".join(lines)
 
 
-def _plans(adapter: ExportedAdapter, config: type, ffn: str) -> str:
+def _plans(adapter: ExportedAdapter, config: type, family: Family) -> str:
     """Return the fields of the config: its plans of parallel computation, and the width of the adapters.
 
     Args:
         adapter: the exported adapter.
         config: the class of the backbone's config.
-        ffn: pattern of the FFNs' paths in the plans.
+        family: the backbone's family.
     """
-    adapter_plan = {f"{ffn}.adapter.{key}": value for key, value in adapter.parallel.items()}
+    layers = f"{family.layers}.*."
+    adapter_plan = {f"{layers}{family.ffn.entry}.adapter.{key}": value for key, value in adapter.parallel.items()}
     lines = []
     for name, additions in (("base_model_tp_plan", adapter_plan), ("base_model_ep_plan", {})):
         plan = getattr(config, name, None)
         if not plan:
             continue
-        moved = {re.sub(rf"^{re.escape(ffn)}(?=\.|$)", f"{ffn}.ffn", key): value for key, value in plan.items()}
+        moved = {}
+        for key, value in plan.items():
+            in_layer = key.removeprefix(layers)
+            moved[key if in_layer == key else layers + _moved_in_layer(in_layer, family)] = value
         lines.append(f"    {name} = {{\n")
         for key, value in (moved | additions).items():
             lines.append(f'        "{key}": "{value}",\n')
@@ -185,11 +235,11 @@ def _plans(adapter: ExportedAdapter, config: type, ffn: str) -> str:
 
 def _graft_sites(family: Family) -> str:
     """Return the class attribute with the fields of the exported model's `Family`, as code."""
-    ffn_prefix = re.compile(rf"^{re.escape(family.ffn.entry)}\.")
     moved = replace(
         family,
-        ffn_in=tuple(ffn_prefix.sub(r"\g<0>ffn.", path) for path in family.ffn_in),
-        ffn_out=ffn_prefix.sub(r"\g<0>ffn.", family.ffn_out),
+        ffn_in=tuple(_moved_in_layer(path, family) for path in family.ffn_in),
+        ffn_out=_moved_in_layer(family.ffn_out, family),
+        norms=tuple(_moved_in_layer(path, family) for path in family.norms),
     )
     defaults = Family.__dataclass_fields__
     lines = ["    graft_sites = {\n"]

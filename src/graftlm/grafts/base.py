@@ -533,7 +533,7 @@ class ExportedAdapter:
 
 
 class ExportsAdapter(ABC):
-    """A graft whose effect is a function of each FFN's input that is added to the FFN's output."""
+    """A graft whose effect is a function of each FFN's input that is added where the FFN's output is."""
 
     @abstractmethod
     def exported_adapter(self, backbone: Backbone) -> ExportedAdapter:

@@ -18,7 +18,8 @@ from graftlm.files.model_files import classifier_problem, is_classifier, lasting
 from graftlm.grafts import GraftConfig, graft_config
 from graftlm.version import __version__
 
-FORMAT = 1
+FORMAT = 2
+"""Since version 2, grafts in parallel to an FFN that a norm follows act after this norm."""
 JSON_NAME = "graft.json"
 TENSORS_NAME = "graft.safetensors"
 CARD_NAME = "README.md"

@@ -1,6 +1,6 @@
 """Neutral residues: gated adapters in parallel to each FFN, which are silent on text that the backbone already models.
 
-An adapter reads the FFN's input x and adds to the FFN's output
+An adapter reads the FFN's input x and adds to the FFN's output, or to that of the norm which follows the FFN,
 
     r(x) = g(x) * A(x),    g(x) = act_g(w . x + b),    A(x) = W_o (act(W_g x) * W_i x)
 
