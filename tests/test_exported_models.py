@@ -310,6 +310,8 @@ def test_graftlm_loads_what_it_exports_as_a_backbone(family: str, tmp_path: Path
     folder = exported(KINDS["neutral-residues"], tiny(family), tmp_path / "own").folder
     backbone = load_backbone(folder, trust_remote_code=True)
     bare = logits(backbone.model, tiny_ids())
+    plain = tiny_model(family)
+    assert _kinds_of_norms(backbone.model) == _kinds_of_norms(plain)
     second = detached({**KINDS["neutral-residues"], "width": 5}, backbone)
     with GraftedModel(backbone, {"graft": second}) as model:
         assert not torch.allclose(logits(model.eval(), tiny_ids()), bare, rtol=0.1)
@@ -317,6 +319,28 @@ def test_graftlm_loads_what_it_exports_as_a_backbone(family: str, tmp_path: Path
     with pytest.raises(ArtifactError) as error:
         export_graft(second, backbone, tmp_path / "again")
     assert "grafted_" in str(error.value)
+
+
+def _kinds_of_norms(model: Any) -> list[str]:
+    sites = Sites(model)
+    return [type(sites.module(site)[0]).__name__ for site in sites.norms(0)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_graft_on_an_exported_model_acts_where_it_acts_on_the_plain_one(family: str, tmp_path: Path) -> None:
+    backbone = tiny(family)
+    with randomise(attach_graft(backbone, KINDS["neutral-residues"]), 0.2) as model:
+        first = model.grafts["graft"]
+    with randomise(attach_graft(backbone, {"kind": "adapter", "width": 5}), 0.2) as model:
+        second = model.grafts["graft"]
+    with GraftedModel(backbone, {"first": first, "second": second}) as model:
+        expected = logits(model.eval(), tiny_ids())
+    folder = export_graft(first, backbone, tmp_path / "own")
+    exported_backbone = load_backbone(folder, trust_remote_code=True)
+    moved = detached({"kind": "adapter", "width": 5}, exported_backbone)
+    moved.load_state_dict(second.state_dict())
+    with GraftedModel(exported_backbone, {"second": moved}) as model:
+        assert exported_probe.gap(logits(model.eval(), tiny_ids()), expected) < ROUNDING
 
 
 def test_without_trust_nothing_is_loaded_in_its_place(tmp_path: Path) -> None:

@@ -15,10 +15,21 @@ from torch import Tensor, nn
 from cases import thinned
 from graftlm.backbone import FAMILIES as ROWS
 from graftlm.backbone import Call, Site, Sites, Tap, TapHooks, register_family
-from graftlm.backbone.families import PROVEN_FAMILIES
+from graftlm.backbone.families import PROVEN_FAMILIES, Sublayer
 from graftlm.backbone.load import BackboneConfig
 from graftlm.errors import TapConflictError, TapError, UnknownFamilyError
-from tiny import DECODERS, FAMILIES, MORE_FAMILIES, USUAL, VOCABULARY, save_tiny_backbone, tiny_ids, tiny_model
+from tiny import (
+    DECODERS,
+    FAMILIES,
+    FAMILY_CONFIGS,
+    GROUPED,
+    MORE_FAMILIES,
+    USUAL,
+    VOCABULARY,
+    save_tiny_backbone,
+    tiny_ids,
+    tiny_model,
+)
 
 IDS = tiny_ids(2, 12)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -251,6 +262,43 @@ def test_what_is_added_to_an_ffn_joins_the_residual_stream(family: str) -> None:
     torch.testing.assert_close(added, change.expand_as(added), **CLOSE)
 
 
+def test_the_residual_stream_of_one_layer_among_several_streams() -> None:
+    sites = Sites(model("gemma3n"))
+    assert sites.module(Site("ffn", 1))[1] is sites.layers[1].post_feedforward_layernorm
+
+
+def test_a_norm_acts_before_what_is_added_to_its_ffn() -> None:
+    """In either order of the grafts."""
+    norm = Tap(
+        site=Sites(model("gemma2")).norms(0)[-1],
+        when="after",
+        act="replace",
+        function=lambda call, inputs, outputs: 3 * outputs,
+    )
+    residue = Tap(site=Site("ffn", 0), when="after", act="add", function=lambda call, inputs, outputs: inputs)
+    torch.testing.assert_close(tapped("gemma2", norm, residue), tapped("gemma2", residue, norm), **CLOSE)
+
+
+def test_a_norm_in_some_layers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OLMo Hybrid has norms before the sublayers of some layers, and after those of others."""
+    changes = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
+    config = ("OlmoHybridConfig", "OlmoHybridForCausalLM", GROUPED | changes)
+    monkeypatch.setitem(FAMILY_CONFIGS, "olmo_hybrid", config)
+    live = tiny_model("olmo_hybrid")
+    sites = Sites(live)
+    before, after = [sites.module(Site("ffn", layer))[1] for layer in range(2)]
+    assert before is sites.layers[0].mlp
+    assert after is sites.layers[1].post_feedforward_layernorm
+    monkeypatch.setitem(ROWS, "olmo_hybrid", sites.family)
+    assert Sites(live).family == sites.family, "repeated by a user"
+
+
 def test_negative_layers_count_from_the_end() -> None:
     last = tapped("llama", Tap(Site("ffn", -1), "after", "replace", zeros))
     assert torch.equal(last, tapped("llama", Tap(Site("ffn", 1), "after", "replace", zeros)))
@@ -329,6 +377,8 @@ MISFITS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "span": ({"ffn": "feed"}, ["ffn is 'feed'"]),
     "norm": ({"norm": "rotary_emb"}, ["norm is rotary_emb"]),
     "outside": ({"ffn_in": ["self_attn.k_proj"], "gated": False}, ["'self_attn.k_proj'", "mlp"]),
+    "end": ({"ffn": {"entry": "mlp", "exit": "mlp.out"}}, ["'mlp.out'"]),
+    "end before": ({"ffn": {"entry": "mlp", "exit": "input_layernorm"}}, ["input_layernorm", "before"]),
     "no linear": ({"ffn_out": "mlp.out"}, ["'mlp.out'"]),
     "order": ({"ffn_in": ["mlp.up_proj", "mlp.gate_proj"]}, ["('mlp.gate_proj', 'mlp.up_proj')"]),
     "gated": ({"gated": False}, ["gated is False", "True"]),
@@ -373,6 +423,14 @@ def test_a_row_that_a_user_repeats_is_taken(family: str, monkeypatch: pytest.Mon
     monkeypatch.setitem(ROWS, live.config.model_type, row)  # a copy, which is therefore checked
     monkeypatch.delitem(PROVEN_FAMILIES, live.config.model_type, raising=False)
     assert dataclasses.replace(Sites(live).family, separates_documents=row.separates_documents) == row
+
+
+def test_a_row_that_ends_before_a_norm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Sites(tiny_model("olmo2")).family
+    monkeypatch.setitem(ROWS, "olmo2", dataclasses.replace(row, ffn=Sublayer("mlp")))
+    with pytest.raises(UnknownFamilyError) as error:
+        Sites(tiny_model("olmo2"))
+    assert "exit: post_feedforward_layernorm" in str(error.value)
 
 
 def test_swapped_sublayers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

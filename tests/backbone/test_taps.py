@@ -181,6 +181,17 @@ def test_embeddings_instead_of_ids() -> None:
     assert seen[0].token_mask.shape == (2, 24)
 
 
+def test_a_tap_acts_in_a_layer_that_is_called_on_its_own() -> None:
+    """Where the FFN ends at another module than it begins, too."""
+    seen: list[Tensor] = []
+    with probed(lambda call, inputs: seen.append(inputs), "olmo2") as model:
+        sites = model.backbone.sites
+        hidden = torch.randn(1, 3, sites.width)
+        positions = model.model.model.rotary_emb(hidden, torch.arange(3)[None])
+        sites.layers[1](hidden, position_embeddings=positions, attention_mask=None)
+    assert [tuple(inputs.shape) for inputs in seen] == [(1, 3, 48)]
+
+
 def test_taps_act_on_a_module_called_on_its_own() -> None:
     seen: list[Call] = []
     with probed(lambda call, _: seen.append(call)) as model:

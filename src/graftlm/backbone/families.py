@@ -28,7 +28,8 @@ class Sublayer:
 
     Attributes:
         entry: path of the module whose first input is the sublayer's input.
-        exit: path of the module whose output is the sublayer's output; empty if it is `entry`.
+        exit: path of the module whose output is the sublayer's output; empty if it is `entry`. In layers without such a
+            module it is `entry`, too.
     """
 
     entry: str

@@ -15,7 +15,15 @@ from torch import nn
 
 from graftlm.backbone.families import Family, Sublayer
 from graftlm.backbone.module_trace import MisfitError, ModuleTrace
-from graftlm.backbone.modules import ffn_activation, has_experts, has_module, linear_sizes, same_function
+from graftlm.backbone.modules import (
+    exit_path,
+    ffn_activation,
+    has_experts,
+    has_module,
+    is_norm,
+    linear_sizes,
+    same_function,
+)
 
 ATTENTION_NAME = re.compile("attn|attention", re.IGNORECASE)
 
@@ -59,7 +67,7 @@ def find_family(trace: ModuleTrace) -> Family:
         layers=trace.names[layers],
         norm=_find_last_norm(trace, layers),
         attention=attention,
-        ffn=_with_norm_after(trace, layers, ffn),
+        ffn=with_norm_after(trace, layers, ffn),
         ffn_in=linears.ffn_in,
         ffn_out=linears.ffn_out,
         gated=linears.gated,
@@ -198,18 +206,34 @@ def _common_sublayer(sublayers: Sequence[Sublayer]) -> Sublayer:
     return sublayers[0]
 
 
-def _with_norm_after(trace: ModuleTrace, layers: nn.ModuleList, ffn: Sublayer) -> Sublayer:
-    """Return the FFN with its exit at the norm that reads its output, if all layers have this norm."""
-    names = {_norm_after(trace, layer, ffn) for layer in layers}
-    name = names.pop()
-    if names or name is None:
+def with_norm_after(trace: ModuleTrace, layers: nn.ModuleList, ffn: Sublayer) -> Sublayer:
+    """Return the FFN with its exit at the norm that reads its output; the FFN itself without such a norm.
+
+    Args:
+        trace: the recorded pass, in which the layers ran.
+        layers: the layers of the model.
+        ffn: the FFN of each layer, without the norm.
+
+    Raises:
+        MisfitError: layers have different norms after the FFN, or a layer uses the norm for something else.
+    """
+    ends = []
+    for layer in layers:
+        name = _norm_after(trace, layer, ffn)
+        if name is not None:
+            ends.append(Sublayer(ffn.entry, exit=name))
+    if not ends:
         return ffn
-    return Sublayer(ffn.entry, exit=name)
+    end = _common_sublayer(ends)
+    for layer in layers:
+        if has_module(layer, end.exit) and _norm_after(trace, layer, ffn) is None:
+            raise MisfitError(f"{end.exit} normalizes what {ffn.entry} writes in some of its layers only")
+    return end
 
 
 def _norm_after(trace: ModuleTrace, layer: nn.Module, ffn: Sublayer) -> str | None:
     """Return the name of the norm that reads the output of a layer's FFN; None without one."""
-    written = trace.visits[layer.get_submodule(ffn.exit or ffn.entry)].leaving
+    written = trace.visits[layer.get_submodule(exit_path(layer, ffn))].leaving
 
     def reads_output(name: str, module: nn.Module) -> bool:
         return is_norm(module) and trace.visits[module].entering is written
@@ -242,7 +266,7 @@ def find_ffn_linears(trace: ModuleTrace, layer: nn.Module, ffn: Sublayer) -> Ffn
     Raises:
         MisfitError: the FFN is neither a gated linear unit nor two Linears around an activation.
     """
-    roots = [layer.get_submodule(path) for path in (ffn.entry, ffn.exit or ffn.entry)]
+    roots = [layer.get_submodule(path) for path in (ffn.entry, exit_path(layer, ffn))]
     linears = [module for module in trace.in_order(*roots) if linear_sizes(module)]
     if not linears:
         raise MisfitError(f"{ffn.entry} has no Linear")
@@ -316,11 +340,6 @@ def _find_norms(trace: ModuleTrace, layer: nn.Module) -> tuple[str, ...]:
 
     names = trace.children(layer, is_norm_of_width)
     return tuple(sorted(names, key=lambda name: trace.visits[layer.get_submodule(name)].number))
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Return whether the name of a module's class contains "norm", as in LayerNorm and RMSNorm."""
-    return "norm" in type(module).__name__.lower()
 
 
 def _has_matrices(module: nn.Module) -> bool:

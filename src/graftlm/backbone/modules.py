@@ -48,6 +48,13 @@ def has_module(root: nn.Module, path: str) -> bool:
     return path in dict(root.named_modules())
 
 
+def exit_path(layer: nn.Module, sublayer: Sublayer) -> str:
+    """Return the path in a layer of the module where a sublayer ends: its entry where the layer lacks the exit."""
+    if sublayer.exit and has_module(layer, sublayer.exit):
+        return sublayer.exit
+    return sublayer.entry
+
+
 def has_experts(ffn: nn.Module) -> bool:
     """Return whether an FFN is a mixture of experts, which are stacked in parameters or listed in a `ModuleList`."""
     has_stacked_weights = any(parameter.dim() == 3 for parameter in ffn.parameters())
@@ -88,7 +95,7 @@ def ffn_activation(layer: nn.Module, ffn: Sublayer) -> nn.Module | None:
         ffn: the FFN of the layer.
     """
     entry = layer.get_submodule(ffn.entry)
-    exit_module = layer.get_submodule(ffn.exit or ffn.entry)
+    exit_module = layer.get_submodule(exit_path(layer, ffn))
     modules = [*entry.named_modules(), *exit_module.named_modules()]
     if linear_sizes(entry):  # The FFN's Linears are modules of the layer itself.
         modules.extend(layer.named_children())
@@ -96,6 +103,11 @@ def ffn_activation(layer: nn.Module, ffn: Sublayer) -> nn.Module | None:
         if _ACTIVATION_NAME.search(name):
             return module
     return None
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether the name of a module's class contains "norm", as in LayerNorm and RMSNorm."""
+    return "norm" in type(module).__name__.lower()
 
 
 def same_function(first: nn.Module, second: nn.Module) -> bool:

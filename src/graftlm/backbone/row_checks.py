@@ -5,9 +5,15 @@ from __future__ import annotations
 from torch import nn
 
 from graftlm.backbone.families import Family, Sublayer
-from graftlm.backbone.family_finder import ATTENTION_NAME, find_dense_layer, find_ffn_linears, is_norm, plain_fields
+from graftlm.backbone.family_finder import (
+    ATTENTION_NAME,
+    find_dense_layer,
+    find_ffn_linears,
+    plain_fields,
+    with_norm_after,
+)
 from graftlm.backbone.module_trace import MisfitError, ModuleTrace
-from graftlm.backbone.modules import ffn_activation, has_module
+from graftlm.backbone.modules import exit_path, ffn_activation, has_module, is_norm
 
 
 def check_paths(trace: ModuleTrace, family: Family) -> nn.ModuleList:
@@ -27,6 +33,9 @@ def check_paths(trace: ModuleTrace, family: Family) -> nn.ModuleList:
     _check_runs(trace, "embedding", family.embedding)
     _check_runs(trace, "norm", family.norm)
     layers = _find_layers(trace, family)
+    for field, sublayer in (("ffn", family.ffn), ("attention", family.attention)):
+        if sublayer.exit and not any(has_module(layer, sublayer.exit) for layer in layers):
+            raise MisfitError(f"{field} ends at {sublayer.exit!r}, which no layer has")
     for layer in layers:
         _check_sublayer(trace, layer, family.ffn, "ffn")
     for layer in _layers_with_attention(layers, family) or layers[:1]:
@@ -71,17 +80,19 @@ def _layers_with_attention(layers: nn.ModuleList, family: Family) -> list[nn.Mod
 
 def _check_sublayer(trace: ModuleTrace, layer: nn.Module, sublayer: Sublayer, field: str) -> None:
     """Raise `MisfitError` unless a sublayer of a layer runs and maps hidden states."""
-    exit_path = sublayer.exit or sublayer.entry
-    if not trace.has_run(layer, sublayer.entry) or not trace.has_run(layer, exit_path):
+    end = exit_path(layer, sublayer)
+    if not trace.has_run(layer, sublayer.entry) or not trace.has_run(layer, end):
         raise MisfitError(f"{field} is {sublayer.entry!r}, which does not run in every layer")
     entry = layer.get_submodule(sublayer.entry)
-    exit_ = layer.get_submodule(exit_path)
+    exit_ = layer.get_submodule(end)
     if entry is exit_:
         fits = trace.maps_hidden_states(entry)
     else:
         entering = trace.visits[entry].entering
         leaving = trace.visits[exit_].leaving
         fits = trace.is_hidden(entering) and trace.is_hidden(leaving)
+        if trace.visits[exit_].number < trace.visits[entry].number:
+            raise MisfitError(f"{field} ends at {end}, which runs before {sublayer.entry}")
     if not fits:
         raise MisfitError(f"{field} ({sublayer.entry}) does not map one hidden state to another")
 
@@ -97,6 +108,7 @@ def check_values(trace: ModuleTrace, family: Family, layers: nn.ModuleList) -> N
     Raises:
         MisfitError: the family does not fit.
     """
+    _check_norm_after(trace, family, layers)
     layer = _layers_with_attention(layers, family)[0]
     attention = layer.get_submodule(family.attention.entry)
     actual = plain_fields(trace, layers, attention)
@@ -113,6 +125,18 @@ def check_values(trace: ModuleTrace, family: Family, layers: nn.ModuleList) -> N
         if given != value:
             raise MisfitError(f"{field} is {given!r}, but {value!r} was found in a forward pass")
     _check_attention(layer, attention, family)
+
+
+def _check_norm_after(trace: ModuleTrace, family: Family, layers: nn.ModuleList) -> None:
+    """Check that an FFN which is followed by a norm ends at it."""
+    if family.ffn.exit not in ("", family.ffn.entry):
+        return
+    found = with_norm_after(trace, layers, Sublayer(family.ffn.entry))
+    if found.exit:
+        raise MisfitError(
+            f"ffn ends at {found.entry}, whose output {found.exit} normalizes, but an exit at the norm is expected: "
+            f"{{entry: {found.entry}, exit: {found.exit}}}"
+        )
 
 
 def _norms_outside(trace: ModuleTrace, layer: nn.Module, attention: Sublayer) -> tuple[str, ...]:
@@ -151,5 +175,5 @@ def _check_attention(layer: nn.Module, attention: nn.Module, family: Family) -> 
 
 def _modules_of(layer: nn.Module, sublayer: Sublayer) -> set[nn.Module]:
     entry = layer.get_submodule(sublayer.entry)
-    exit_ = layer.get_submodule(sublayer.exit or sublayer.entry)
+    exit_ = layer.get_submodule(exit_path(layer, sublayer))
     return {*entry.modules(), *exit_.modules()}

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 
 from graftlm.backbone.families import FAMILIES, PROVEN_FAMILIES, Family, Sublayer, family_row
-from graftlm.backbone.modules import ffn_activation, has_experts, has_module, linear_sizes, outer_linears, same_function
+from graftlm.backbone.modules import (
+    exit_path,
+    ffn_activation,
+    has_experts,
+    has_module,
+    linear_sizes,
+    outer_linears,
+    same_function,
+)
 from graftlm.backbone.structure import structure_of
 from graftlm.errors import TapError, UnknownFamilyError
 
@@ -305,7 +313,7 @@ class Sites:
 
     def _sublayer_modules(self, layer: nn.Module, sublayer: Sublayer) -> tuple[nn.Module, nn.Module]:
         entry = self._resolve(layer, sublayer.entry)
-        exit_ = self._resolve(layer, sublayer.exit or sublayer.entry)
+        exit_ = self._resolve(layer, exit_path(layer, sublayer))
         return entry, exit_
 
     def _resolve(self, root: nn.Module, path: str) -> nn.Module:

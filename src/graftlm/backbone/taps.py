@@ -74,6 +74,7 @@ class _CallStack(threading.local):
     Attributes:
         calls: the running passes, innermost last.
         outer: for each running pass of a whole model with its head, the number of calls before it.
+        entered: inputs of sublayers that have not ended yet.
         announced: fields of the calls of the next passes, and the list that collects these calls.
         generation: the prompt of the running generation.
     """
@@ -81,6 +82,7 @@ class _CallStack(threading.local):
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.outer: list[int] = []
+        self.entered: dict[Hashable, Tensor] = {}
         self.announced: tuple[dict[str, Any], list[Call]] | None = None
         self.generation: GenerationPrompt | None = None
 
@@ -134,7 +136,8 @@ class TapHooks:
     def _register(self, sites: Sites, taps: Sequence[Tap]) -> None:
         self._watch_head(sites, taps)
         self._handles.append(sites.body.register_forward_pre_hook(self._open_call, with_kwargs=True))
-        for tap in taps:
+        # Of taps at the exit of an FFN, those of the module itself, such as a norm, act before those of the whole FFN.
+        for tap in sorted(taps, key=lambda tap: tap.site.kind != "module"):
             self._connect(sites, tap)
         self._handles.append(sites.body.register_forward_hook(self._close_call, always_call=True))
 
@@ -330,8 +333,7 @@ class TapHooks:
         """Return a hook that stores a sublayer's input for the tap at its exit."""
 
         def store(module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
-            call = self._current()
-            call.scratch[key] = _in_rows(call, _hidden(args, kwargs))
+            self._stack.entered[key] = _in_rows(self._current(), _hidden(args, kwargs))
 
         return store
 
@@ -386,7 +388,7 @@ class TapHooks:
             if input_key is None:
                 inputs = _in_rows(call, _hidden(args, kwargs))
             else:
-                inputs = call.scratch.pop(input_key)
+                inputs = self._stack.entered.pop(input_key)
             is_tuple = isinstance(output, tuple)
             written = output[0] if is_tuple else output
             hidden = _in_rows(call, written)

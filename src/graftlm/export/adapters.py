@@ -6,11 +6,13 @@ import re
 from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
-from graftlm.backbone import Backbone
-from graftlm.backbone.families import Family
+from graftlm.backbone import Backbone, Site
+from graftlm.backbone.families import Family, Sublayer
+from graftlm.backbone.modules import is_norm, linear_sizes
 from graftlm.errors import ArtifactError
 from graftlm.export.code import copy_module, is_own, model_classes, save_unchanged, write_config
 from graftlm.grafts import ExportedAdapter
@@ -55,15 +57,16 @@ def save_with_adapters(adapter: ExportedAdapter, backbone: Backbone, folder: Pat
 
 def _check_backbone(backbone: Backbone) -> None:
     """Raise `ArtifactError` if the template can't describe a backbone with adapters."""
-    family = backbone.sites.family
-    ffn = family.ffn
-    is_module = ffn.exit in ("", ffn.entry) or _norm_after_ffn(family)
+    ffn = backbone.sites.family.ffn
+    ends = {_end_of_ffn(backbone, layer) for layer in range(backbone.sites.n_layers)}
     has_known_code = all(
         cls.__module__.startswith("transformers.") or is_own(cls) for cls in model_classes(backbone.model)
     )
     if backbone.kind != "causal-lm":
         problem = f"is loaded as {backbone.kind}, but a causal language model is expected"
-    elif not is_module:
+    elif len(ends) > 1:
+        problem = "normalizes what its FFN writes in some layers only"
+    elif "other" in ends:
         problem = f"has no module that computes its FFN alone ({ffn.entry} to {ffn.exit}), where an adapter fits"
     elif not has_known_code:
         problem = "has code that is neither transformers' nor GraftLM's"
@@ -92,26 +95,28 @@ def moved_path(path: str, backbone: Backbone) -> str:
     in_layer = re.match(rf"{re.escape(layers)}\.\d+\.", path)
     if in_layer is None:
         return path
-    return in_layer[0] + _moved_in_layer(path[in_layer.end() :], family)
+    return in_layer[0] + _moved_in_layer(path[in_layer.end() :], backbone)
 
 
-def _moved_in_layer(path: str, family: Family) -> str:
+def _moved_in_layer(path: str, backbone: Backbone) -> str:
     """Return the path that a module or weight of a layer has in the exported layer with an adapter."""
-    wrapped = {family.ffn.entry: "ffn"}
-    norm = _norm_after_ffn(family)
-    if norm:
-        wrapped[norm] = "norm"
+    ffn = backbone.sites.family.ffn
+    wrapped = {ffn.entry: "ffn"}
+    if _end_of_ffn(backbone) == "norm":
+        wrapped[ffn.exit] = "norm"
     for module, name in wrapped.items():
         if path == module or path.startswith(f"{module}."):
             return f"{module}.{name}{path.removeprefix(module)}"
     return path
 
 
-def _norm_after_ffn(family: Family) -> str:
-    """Return the path in a layer of the norm after an FFN that is one module; empty without such a norm."""
-    ffn = family.ffn
-    is_one_module = all(path.startswith(f"{ffn.entry}.") for path in family.ffn_in)
-    return ffn.exit if is_one_module and ffn.exit in family.norms else ""
+def _end_of_ffn(backbone: Backbone, layer: int = 0) -> Literal["itself", "norm", "other"]:
+    """Return where the FFN of a layer ends: at the one module that it is, at a norm after this, or elsewhere."""
+    entry, end = backbone.sites.module(Site("ffn", layer))
+    if entry is end:
+        return "itself"
+    is_one_module = linear_sizes(entry) is None and end not in set(entry.modules())
+    return "norm" if is_one_module and is_norm(end) else "other"
 
 
 def _fill_template(adapter: ExportedAdapter, backbone: Backbone, folder: Path) -> str:
@@ -135,16 +140,16 @@ def _fill_template(adapter: ExportedAdapter, backbone: Backbone, folder: Path) -
     )
     code = _replace_section(code, r"(?:^from transformers\.models\.llama.*\n)+", _imports(classes, folder))
     code = _replace_section(code, _class_pattern("Adapter"), adapter.source.strip() + "\n")
-    norm = _norm_after_ffn(family)
-    if norm:
-        code = _with_norm(code, family.ffn.entry, norm)
-    code = _replace_section(code, r"    adapter_width: int = 64\n", _plans(adapter, classes[0], family))
-    code = _replace_section(code, r"    graft_sites = \{\}\n", _graft_sites(family))
-    sum_ = "norm(FFN(x))" if norm else "FFN(x)"
+    ends_at_norm = _end_of_ffn(backbone) == "norm"
+    if ends_at_norm:
+        code = _with_norm(code, family.ffn)
+    code = _replace_section(code, r"    adapter_width: int = 64\n", _plans(adapter, classes[0], backbone))
+    code = _replace_section(code, r"    graft_sites = \{\}\n", _graft_sites(backbone))
+    ffn = "norm(FFN(x))" if ends_at_norm else "FFN(x)"
     lines = [
         f'"""{model_name} with an adapter next to every FFN.',
         "",
-        f"{sum_} + adapter(x) replaces {sum_}; all other code is that of the original model.",
+        f"{ffn} + adapter(x) replaces {ffn}; all other code is that of the original model.",
         f"Exported by GraftLM {__version__}. Needs torch and transformers only.",
         '"""',
         "",
@@ -153,18 +158,17 @@ def _fill_template(adapter: ExportedAdapter, backbone: Backbone, folder: Path) -
     return "\n".join(lines)
 
 
-def _with_norm(code: str, ffn: str, norm: str) -> str:
+def _with_norm(code: str, ffn: Sublayer) -> str:
     """Return the code with adapters whose outputs are added after the norm of their FFNs.
 
     Args:
         code: the code of adapters that are added to the output of their FFNs.
-        ffn: the path of the FFN in a layer.
-        norm: the path of the norm after it.
+        ffn: the FFN of a layer, which ends at a norm.
     """
     _, _, classes = _TEMPLATE_WITH_NORM.read_text(encoding="utf-8").partition("class FFNWithAdapter")
     code = _replace_section(code, _class_pattern("FFNWithAdapter"), f"class FFNWithAdapter{classes}")
-    ffn_line = f"            layer.{ffn} = FFNWithAdapter(layer.{ffn}, config)\n"
-    norm_line = f"            layer.{norm} = NormWithAdapter(layer.{norm})\n"
+    ffn_line = f"            layer.{ffn.entry} = FFNWithAdapter(layer.{ffn.entry}, config)\n"
+    norm_line = f"            layer.{ffn.exit} = NormWithAdapter(layer.{ffn.exit})\n"
     return _replace_section(code, re.escape(ffn_line), ffn_line + norm_line)
 
 
@@ -206,14 +210,15 @@ def _imports(classes: list[type], folder: Path) -> str:
     return "".join(lines)
 
 
-def _plans(adapter: ExportedAdapter, config: type, family: Family) -> str:
+def _plans(adapter: ExportedAdapter, config: type, backbone: Backbone) -> str:
     """Return the fields of the config: its plans of parallel computation, and the width of the adapters.
 
     Args:
         adapter: the exported adapter.
         config: the class of the backbone's config.
-        family: the backbone's family.
+        backbone: the backbone.
     """
+    family = backbone.sites.family
     layers = f"{family.layers}.*."
     adapter_plan = {f"{layers}{family.ffn.entry}.adapter.{key}": value for key, value in adapter.parallel.items()}
     lines = []
@@ -224,7 +229,7 @@ def _plans(adapter: ExportedAdapter, config: type, family: Family) -> str:
         moved = {}
         for key, value in plan.items():
             in_layer = key.removeprefix(layers)
-            moved[key if in_layer == key else layers + _moved_in_layer(in_layer, family)] = value
+            moved[key if in_layer == key else layers + _moved_in_layer(in_layer, backbone)] = value
         lines.append(f"    {name} = {{\n")
         for key, value in (moved | additions).items():
             lines.append(f'        "{key}": "{value}",\n')
@@ -233,13 +238,14 @@ def _plans(adapter: ExportedAdapter, config: type, family: Family) -> str:
     return "".join(lines)
 
 
-def _graft_sites(family: Family) -> str:
+def _graft_sites(backbone: Backbone) -> str:
     """Return the class attribute with the fields of the exported model's `Family`, as code."""
+    family = backbone.sites.family
     moved = replace(
         family,
-        ffn_in=tuple(_moved_in_layer(path, family) for path in family.ffn_in),
-        ffn_out=_moved_in_layer(family.ffn_out, family),
-        norms=tuple(_moved_in_layer(path, family) for path in family.norms),
+        ffn_in=tuple(_moved_in_layer(path, backbone) for path in family.ffn_in),
+        ffn_out=_moved_in_layer(family.ffn_out, backbone),
+        norms=tuple(_moved_in_layer(path, backbone) for path in family.norms),
     )
     defaults = Family.__dataclass_fields__
     lines = ["    graft_sites = {\n"]

@@ -18,12 +18,8 @@ class FFNWithAdapter(nn.Module):
         self.adapter = Adapter(config)
 
     def forward(self, hidden_states, *args, **kwargs):
-        """Return the FFN's and the adapter's output, a pair; other outputs of the FFN are unchanged."""
-        output = self.ffn(hidden_states, *args, **kwargs)
-        adapted = self.adapter(hidden_states)
-        if isinstance(output, tuple):  # Some mixtures of experts also return the choices of their router.
-            return ((output[0], adapted), *output[1:])
-        return output, adapted
+        """Return the FFN's and the adapter's output, a pair."""
+        return self.ffn(hidden_states, *args, **kwargs), self.adapter(hidden_states)
 
 
 class NormWithAdapter(nn.Module):

@@ -514,7 +514,9 @@ class AdapterForm:
 
 @dataclass(frozen=True)
 class ExportedAdapter:
-    """A module in parallel to each FFN of an exported model: adapter(x) is added to the output of the FFN that reads x.
+    """A module in parallel to each FFN of an exported model.
+
+    adapter(x) is added to the output of the FFN that reads x, or to that of the norm which follows the FFN.
 
     Attributes:
         source: the code of `class Adapter(nn.Module)`, which is built from a config with `adapter_width`. The names nn

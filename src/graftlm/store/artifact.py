@@ -193,6 +193,7 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
             f"The graft {folder} was trained on {manifest.backbone.name}, but {backbone.name} was given and "
             f"{difference}: pass the backbone that it was trained on."
         )
+    manifest.check_format(folder, backbone)
     manifest.check_added_tokens(folder, backbone)
     config = manifest.graft_config()
     if changes:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from pydantic import Field, JsonValue
 
-from graftlm.backbone import AddedTokens, Backbone, BackboneKind, Fingerprint
+from graftlm.backbone import AddedTokens, Backbone, BackboneKind, Fingerprint, Site
 from graftlm.backbone.families import user_row
+from graftlm.backbone.modules import is_norm
 from graftlm.config import Config
 from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError, shorten
 from graftlm.files.hub import fetch_folder
@@ -20,6 +21,7 @@ from graftlm.version import __version__
 
 FORMAT = 2
 """Since version 2, grafts in parallel to an FFN that a norm follows act after this norm."""
+_FORMATS = (1, FORMAT)
 JSON_NAME = "graft.json"
 TENSORS_NAME = "graft.safetensors"
 CARD_NAME = "README.md"
@@ -99,7 +101,7 @@ class Manifest(Config):
     """Content of `graft.json`.
 
     Args:
-        format: version of the format; `read_manifest` accepts `FORMAT` only.
+        format: version of the format.
         kind: kind of the graft.
         config: values of the graft's config.
         library: version of graftlm that wrote the file.
@@ -133,6 +135,23 @@ class Manifest(Config):
             BackboneError: a token can't be added.
         """
         return backbone if self.added_tokens is None else backbone.with_tokens(self.added_tokens.tokens())
+
+    def check_format(self, folder: str | Path, backbone: Backbone) -> None:
+        """Check that a graft computes what it computed when it was trained.
+
+        Args:
+            folder: the graft's folder, for the message.
+            backbone: the backbone.
+
+        Raises:
+            ArtifactError: it was trained when grafts acted before the norm that follows an FFN of the backbone.
+        """
+        ffns = [backbone.sites.module(Site("ffn", layer)) for layer in range(backbone.sites.n_layers)]
+        if self.format < FORMAT and any(is_norm(exit_) for _, exit_ in ffns):
+            raise ArtifactError(
+                f"The graft {folder} has the format {self.format}, in which grafts acted before the norm after an FFN, "
+                f"but now they act after it: train it again for {backbone.name}."
+            )
 
     def check_added_tokens(self, folder: str | Path, backbone: Backbone) -> None:
         """Check that a backbone has the graft's added tokens, and no others.
@@ -203,8 +222,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     """Read `graft.json` from a folder or a repository on the hub.
 
     Raises:
-        ArtifactError: the file is missing, is not valid, or has another format than `FORMAT`; or the repository can't
-            be downloaded.
+        ArtifactError: the file is missing, is not valid, or has an unknown format; or the repository can't be
+            downloaded.
     """
     path = fetch_folder(folder, JSON_NAME) / JSON_NAME
     try:
@@ -213,11 +232,11 @@ def read_manifest(folder: str | Path) -> Manifest:
         raise _missing_error(Path(folder)) from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ArtifactError(f"{path} is not readable JSON, so the graft is damaged: copy or train it again.") from None
-    if isinstance(values, dict) and values.get("format") not in (None, FORMAT):
-        found = shorten(repr(values["format"]))
+    if isinstance(values, dict) and values.get("format") not in _FORMATS:
+        found = shorten(repr(values.get("format")))
         raise ArtifactError(
-            f"{path} has the format {found}, but graftlm {__version__} reads format {FORMAT}: install the version of "
-            "graftlm that wrote it."
+            f"{path} has the format {found}, but graftlm {__version__} reads the formats 1 to {FORMAT}: install the "
+            "version of graftlm that wrote it, or train the graft again."
         )
     try:
         return Manifest.parse(values, where=str(path))

@@ -21,7 +21,7 @@ _FEW_TOKENS = 16
 class GatedAdapter(nn.Module):
     """A gated adapter in parallel to an FFN, whose input it reads.
 
-    The adapter adds to the output of the FFN that reads x
+    The adapter adds to the output of the FFN that reads x, or to that of the norm which follows the FFN,
 
         r(x) = g(x) * A(x),    g(x) = act_g(w . x + b),    A(x) = W_o (act(W_g x) * W_i x)
 
