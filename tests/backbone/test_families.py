@@ -379,6 +379,9 @@ MISFITS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "outside": ({"ffn_in": ["self_attn.k_proj"], "gated": False}, ["'self_attn.k_proj'", "mlp"]),
     "end": ({"ffn": {"entry": "mlp", "exit": "mlp.out"}}, ["'mlp.out'"]),
     "end before": ({"ffn": {"entry": "mlp", "exit": "input_layernorm"}}, ["input_layernorm", "before"]),
+    "no text": ({"ffn": {"entry": "mlp", "exit": None}}, ["'exit': None"]),
+    "no entry": ({"ffn": {"exit": "mlp"}}, ["'exit': 'mlp'", "entry"]),
+    "list": ({"ffn": ["mlp", "mlp"]}, ["'mlp', 'mlp'"]),
     "no linear": ({"ffn_out": "mlp.out"}, ["'mlp.out'"]),
     "order": ({"ffn_in": ["mlp.up_proj", "mlp.gate_proj"]}, ["('mlp.gate_proj', 'mlp.up_proj')"]),
     "gated": ({"gated": False}, ["gated is False", "True"]),
@@ -425,9 +428,10 @@ def test_a_row_that_a_user_repeats_is_taken(family: str, monkeypatch: pytest.Mon
     assert dataclasses.replace(Sites(live).family, separates_documents=row.separates_documents) == row
 
 
-def test_a_row_that_ends_before_a_norm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("end", ["", "mlp", "mlp.down_proj"])
+def test_a_row_that_ends_before_a_norm_is_refused(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = Sites(tiny_model("olmo2")).family
-    monkeypatch.setitem(ROWS, "olmo2", dataclasses.replace(row, ffn=Sublayer("mlp")))
+    monkeypatch.setitem(ROWS, "olmo2", dataclasses.replace(row, ffn=Sublayer("mlp", end)))
     with pytest.raises(UnknownFamilyError) as error:
         Sites(tiny_model("olmo2"))
     assert "exit: post_feedforward_layernorm" in str(error.value)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graftlm.backbone import Backbone, Call, Site, Sites, Tap, TapHooks
+from graftlm.errors import TapError
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import Graft
 from tiny import DECODERS, tiny_ids, tiny_model
@@ -190,6 +191,12 @@ def test_a_tap_acts_in_a_layer_that_is_called_on_its_own() -> None:
         positions = model.model.model.rotary_emb(hidden, torch.arange(3)[None])
         sites.layers[1](hidden, position_embeddings=positions, attention_mask=None)
     assert [tuple(inputs.shape) for inputs in seen] == [(1, 3, 48)]
+
+
+def test_the_end_of_an_ffn_is_not_called_without_its_beginning() -> None:
+    with probed(lambda call, inputs: None, "olmo2") as model, pytest.raises(TapError) as error:
+        model.backbone.sites.layers[1].post_feedforward_layernorm(torch.zeros(1, 3, 48))
+    assert "ffn 1" in str(error.value)
 
 
 def test_taps_act_on_a_module_called_on_its_own() -> None:

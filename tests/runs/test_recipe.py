@@ -13,7 +13,7 @@ from graftlm.backbone import load_backbone
 from graftlm.data import Document, pack
 from graftlm.data.near_text import LEFT_OUT
 from graftlm.data.own_text import read_own_text
-from graftlm.errors import DataError, ForgettingBudgetError, GraftError, RecipeError
+from graftlm.errors import DataError, ForgettingBudgetError, GraftError, RecipeError, TrainingError
 from graftlm.evaluation import Results, value_of
 from graftlm.evaluation.evaluator import BackboneEvaluator, load_tests
 from graftlm.grafted.model import GraftedModel
@@ -431,3 +431,18 @@ def test_the_schema_knows_every_kind_with_its_keys() -> None:
     assert {"neutral-residues", "adapter", "lora", "finetune"} <= set(variants)
     assert "capacity" in variants["neutral-residues"]["properties"]
     assert "kind" in variants["lora"]["required"]
+
+
+@pytest.mark.usefixtures("undrawn_figures")
+def test_a_run_whose_graft_acted_before_a_norm_is_not_continued_after_it(tmp_path: Path, tiny_backbone) -> None:
+    changed = values(tmp_path, tiny_backbone("gemma3"))
+    changed["training"] |= {"steps": 2, "checkpoint_every": 1, "keep_checkpoints": 1}
+    run_recipe(Recipe.parse(changed), progress=False, log=lambda _: None)
+    (state_file,) = (tmp_path / "run").rglob("state.json")
+    state = json.loads(state_file.read_text())
+    assert state["run"].pop("ffn_exit") == "post_feedforward_layernorm"
+    state_file.write_text(json.dumps(state))
+    changed["training"]["steps"] = 3
+    with pytest.raises(TrainingError) as error:
+        run_recipe(Recipe.parse(changed), progress=False, log=lambda _: None)
+    assert "ffn_exit" in str(error.value)

@@ -24,6 +24,7 @@ from graftlm.backbone import Backbone, load_backbone
 from graftlm.errors import GraftError
 from graftlm.export.carrier import Carrier
 from graftlm.grafts import AdapterForm
+from graftlm.serving.vllm import adapters
 from graftlm.serving.vllm.adapters import model_for_vllm
 from graftlm.serving.vllm.installation import find_vllm
 from graftlm.store.artifact import save_graft
@@ -398,4 +399,7 @@ def test_the_carrier_in_the_cache_is_that_of_all_its_contents(
         weight[1, 1] += 1
     changed = Path(model_for_vllm(carrier, backbone))
     backbone.need_tokenizer().chat_template = "{{ messages }}"
-    assert len({folder, changed, Path(model_for_vllm(carrier, backbone))}) == 3
+    other_chat = Path(model_for_vllm(carrier, backbone))
+    (tmp_path / "model_template.py").write_text("# the code of another version")
+    monkeypatch.setattr(adapters, "_TEMPLATES", tmp_path)
+    assert len({folder, changed, other_chat, Path(model_for_vllm(carrier, backbone))}) == 4

@@ -15,7 +15,7 @@ from graftlm.backbone.growing_layer import GrowingLayer
 from graftlm.backbone.load import load_backbone
 from graftlm.backbone.output_layer import OutputLayer
 from graftlm.backbone.sites import Site, Sites
-from graftlm.backbone.taps import Tap, TapHooks
+from graftlm.backbone.taps import Tap, TapHooks, acts_after_norm
 from graftlm.backbone.text_parts import TextParts, common_length, continuation_ids, encode_parts
 from graftlm.backbone.token_count import TokenCount, may_read
 from graftlm.backbone.token_rows import TokenRows

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from graftlm.config import read_yaml
-from graftlm.errors import UnknownFamilyError
+from graftlm.errors import UnknownFamilyError, shorten
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,7 @@ def family_row(family: Family | Mapping[str, object]) -> Family:
     try:
         for name in ("attention", "ffn"):
             if name in values:
-                path = values[name]
-                values[name] = Sublayer(**path) if isinstance(path, Mapping) else Sublayer(path)
+                values[name] = _sublayer(values[name])
         return Family(**values)
     except TypeError as error:
         fields = ", ".join(field.name for field in dataclasses.fields(Family))
@@ -180,6 +179,20 @@ def family_row(family: Family | Mapping[str, object]) -> Family:
         raise UnknownFamilyError(
             f"The fields {given} do not describe a family ({error}): give some or all of {fields}."
         ) from None
+
+
+def _sublayer(value: object) -> Sublayer:
+    """Return a sublayer of the path of its module, or of a dict of the paths where it begins and ends."""
+    if isinstance(value, Sublayer):
+        return value
+    paths = dict(value) if isinstance(value, Mapping) else {"entry": value}
+    are_texts = all(isinstance(path, str) for path in paths.values())
+    if not are_texts or set(paths) not in ({"entry"}, {"entry", "exit"}):
+        raise UnknownFamilyError(
+            f"A sublayer of the family is {shorten(repr(value))}, but the path of its module is expected: give it, or "
+            "the paths `entry` and `exit`."
+        )
+    return Sublayer(**paths)
 
 
 def _read_families() -> dict[str, Family]:

@@ -128,13 +128,11 @@ def check_values(trace: ModuleTrace, family: Family, layers: nn.ModuleList) -> N
 
 
 def _check_norm_after(trace: ModuleTrace, family: Family, layers: nn.ModuleList) -> None:
-    """Check that an FFN which is followed by a norm ends at it."""
-    if family.ffn.exit not in ("", family.ffn.entry):
-        return
-    found = with_norm_after(trace, layers, Sublayer(family.ffn.entry))
-    if found.exit:
+    """Check that an FFN does not end before a norm of its output."""
+    found = with_norm_after(trace, layers, family.ffn)
+    if found != family.ffn:
         raise MisfitError(
-            f"ffn ends at {found.entry}, whose output {found.exit} normalizes, but an exit at the norm is expected: "
+            f"ffn ends before {found.exit}, but the last norm before the residual sum is expected as its exit, such as "
             f"{{entry: {found.entry}, exit: {found.exit}}}"
         )
 

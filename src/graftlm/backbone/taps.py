@@ -26,6 +26,7 @@ from graftlm.backbone.call import Call
 from graftlm.backbone.compiled_code import forget_compiled
 from graftlm.backbone.generation_prompt import GenerationPrompt, PromptMarking
 from graftlm.backbone.masks import column_mask_of, newest_tokens_of, token_mask_of
+from graftlm.backbone.modules import is_norm
 from graftlm.backbone.sites import Site, Sites
 from graftlm.backbone.token_count import TokenCount
 from graftlm.errors import TapConflictError, TapError
@@ -382,13 +383,18 @@ class TapHooks:
         """
         adds = tap.act == "add"
         function = tap.function
+        site = tap.site
 
         def after(module: nn.Module, args: _Args, kwargs: _Kwargs, output: Any) -> Any:
             call = self._current()
             if input_key is None:
                 inputs = _in_rows(call, _hidden(args, kwargs))
             else:
-                inputs = self._stack.entered.pop(input_key)
+                inputs = self._stack.entered.pop(input_key, None)
+                if inputs is None:
+                    raise TapError(
+                        f"The module at which {site} ends was called without that at which it begins: call the layer."
+                    )
             is_tuple = isinstance(output, tuple)
             written = output[0] if is_tuple else output
             hidden = _in_rows(call, written)
@@ -404,6 +410,12 @@ class TapHooks:
         # Taps also act on a module that is called outside the model's forward pass.
         calls = self._stack.calls
         return calls[-1] if calls else Call()
+
+
+def acts_after_norm(sites: Sites, taps: Sequence[Tap]) -> bool:
+    """Return whether a tap acts after an FFN that ends at a norm."""
+    ends = [sites.module(tap.site)[1] for tap in taps if tap.site.kind == "ffn" and tap.when == "after"]
+    return any(is_norm(end) for end in ends)
 
 
 def check_conflicts(sites: Sites, taps: Mapping[Any, Sequence[Tap]]) -> None:

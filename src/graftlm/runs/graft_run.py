@@ -15,7 +15,7 @@ from accelerate.utils import set_seed
 from pydantic import BeforeValidator, SerializeAsAny
 from torch import Tensor
 
-from graftlm.backbone import Backbone
+from graftlm.backbone import Backbone, acts_after_norm
 from graftlm.backbone.load import BackboneConfig, LearnedTokensConfig
 from graftlm.data import DataConfig, Document, Mixture, SelfSourceConfig, TokenBlocks, build_documents
 from graftlm.data.boundaries import check_boundaries
@@ -371,6 +371,8 @@ class GraftRun(TrainingRun):
         }
         data = self.data.model_dump(mode="json", include=set(LATER_DATA_KEYS))
         identity |= {key: value for key, value in data.items() if value != DataConfig.model_fields[key].default}
+        if acts_after_norm(backbone.sites, graft.taps()):
+            identity["ffn_exit"] = backbone.sites.family.ffn.exit
         if self.depends_on:
             files = [context.dependencies[name] / "graft" / TENSORS_NAME for name in self.depends_on]
             identity["trained_after"] = [file_digest(file) for file in files]

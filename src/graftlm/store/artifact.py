@@ -193,12 +193,12 @@ def load_graft(folder: str | Path, backbone: Backbone, changes: Sequence[str] = 
             f"The graft {folder} was trained on {manifest.backbone.name}, but {backbone.name} was given and "
             f"{difference}: pass the backbone that it was trained on."
         )
-    manifest.check_format(folder, backbone)
     manifest.check_added_tokens(folder, backbone)
     config = manifest.graft_config()
     if changes:
         config = _changed_config(config, changes)
     graft = build_graft(config, backbone)
+    manifest.check_format(folder, graft, backbone)
     _check_frozen_models(graft, manifest, folder)
     tensors = dict(read_tensors(folder))  # errors of the file have nothing to do with the changes
     try:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 from pydantic import Field, JsonValue
 
-from graftlm.backbone import AddedTokens, Backbone, BackboneKind, Fingerprint, Site
+from graftlm.backbone import AddedTokens, Backbone, BackboneKind, Fingerprint, acts_after_norm
 from graftlm.backbone.families import user_row
-from graftlm.backbone.modules import is_norm
 from graftlm.config import Config
 from graftlm.errors import ArtifactError, RecipeError, WrongBackboneError, shorten
 from graftlm.files.hub import fetch_folder
 from graftlm.files.model_files import classifier_problem, is_classifier, lasting_name
-from graftlm.grafts import GraftConfig, graft_config
+from graftlm.grafts import Graft, GraftConfig, graft_config
 from graftlm.version import __version__
 
 FORMAT = 2
@@ -136,21 +135,21 @@ class Manifest(Config):
         """
         return backbone if self.added_tokens is None else backbone.with_tokens(self.added_tokens.tokens())
 
-    def check_format(self, folder: str | Path, backbone: Backbone) -> None:
+    def check_format(self, folder: str | Path, graft: Graft, backbone: Backbone) -> None:
         """Check that a graft computes what it computed when it was trained.
 
         Args:
             folder: the graft's folder, for the message.
+            graft: the graft that is made from the manifest.
             backbone: the backbone.
 
         Raises:
-            ArtifactError: it was trained when grafts acted before the norm that follows an FFN of the backbone.
+            ArtifactError: it acted before the norm that follows an FFN of the backbone, and acts after it now.
         """
-        ffns = [backbone.sites.module(Site("ffn", layer)) for layer in range(backbone.sites.n_layers)]
-        if self.format < FORMAT and any(is_norm(exit_) for _, exit_ in ffns):
+        if self.format < FORMAT and acts_after_norm(backbone.sites, graft.taps()):
             raise ArtifactError(
-                f"The graft {folder} has the format {self.format}, in which grafts acted before the norm after an FFN, "
-                f"but now they act after it: train it again for {backbone.name}."
+                f"The graft {folder} has the format {self.format}, in which it acted before the norm after an FFN, "
+                "but now it acts after the norm: train it again in another folder."
             )
 
     def check_added_tokens(self, folder: str | Path, backbone: Backbone) -> None:
@@ -233,9 +232,9 @@ def read_manifest(folder: str | Path) -> Manifest:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
         raise ArtifactError(f"{path} is not readable JSON, so the graft is damaged: copy or train it again.") from None
     if isinstance(values, dict) and values.get("format") not in _FORMATS:
-        found = shorten(repr(values.get("format")))
+        found = f"the format {shorten(repr(values['format']))}" if "format" in values else "no format"
         raise ArtifactError(
-            f"{path} has the format {found}, but graftlm {__version__} reads the formats 1 to {FORMAT}: install the "
+            f"{path} has {found}, but graftlm {__version__} reads the formats 1 to {FORMAT}: install the "
             "version of graftlm that wrote it, or train the graft again."
         )
     try:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
+import graftlm.export
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError
 from graftlm.export.carrier import Carrier
@@ -33,6 +34,7 @@ ONLY_CHOICE = ""
 """The name of the choice of a graft that acts in the same way on all prompts."""
 _BLANK = "@blank"  # the name of no graft
 CACHE_VARIABLE = "GRAFTLM_CACHE"
+_TEMPLATES = Path(graftlm.export.__file__).parent
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,8 @@ def _digest(carrier: Carrier | None, backbone: Backbone) -> str:
     texts.append(str(tokenizer.special_tokens_map))
     if backbone.model.generation_config is not None:
         texts.append(backbone.model.generation_config.to_json_string())
+    texts.append(str(backbone.sites.family.ffn))
+    texts += [template.read_text(encoding="utf-8") for template in sorted(_TEMPLATES.glob("*_template.py"))]
     digest = hashlib.sha256("\n".join(texts).encode())
     for name, tensor in backbone.model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
