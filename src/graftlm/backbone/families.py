@@ -185,9 +185,9 @@ def _sublayer(value: object) -> Sublayer:
     """Return a sublayer of the path of its module, or of a dict of the paths where it begins and ends."""
     if isinstance(value, Sublayer):
         return value
-    paths = dict(value) if isinstance(value, Mapping) else {"entry": value}
-    are_texts = all(isinstance(path, str) for path in paths.values())
-    if not are_texts or set(paths) not in ({"entry"}, {"entry", "exit"}):
+    given = dict(value) if isinstance(value, Mapping) else {"entry": value}
+    paths = {name: path for name, path in given.items() if isinstance(path, str)}
+    if len(paths) < len(given) or set(paths) not in ({"entry"}, {"entry", "exit"}):
         raise UnknownFamilyError(
             f"A sublayer of the family is {shorten(repr(value))}, but the path of its module is expected: give it, or "
             "the paths `entry` and `exit`."
