@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import ApertusConfig, ApertusForCausalLM, AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import exported_probe
@@ -30,7 +30,7 @@ from graftlm.grafts.neutral_residues import NeutralResidues
 from graftlm.models.block_state import BlockStateConfig, BlockStateForSequenceClassification
 from graftlm.testing import attach_graft, logits, randomise
 from laws.examples import EXPERTS
-from tiny import BackboneFolder, save_tiny_backbone, tiny_ids, tiny_model, tiny_tokenizer
+from tiny import GROUPED, BackboneFolder, save_tiny_backbone, tiny_ids, tiny_model, tiny_tokenizer
 
 FAMILIES = ("llama", "mistral", "qwen3", "gemma3", "gpt2")
 USUAL = ("llama", "gemma3", "gpt2")  # in the default run; the others nearly have Llama's code
@@ -274,6 +274,14 @@ def test_every_gate(changes: dict[str, Any], tmp_path: Path) -> None:
     assert exported_probe.gap(logits(exported_probe.load(own.folder), values["ids"]), values["logits"]) < ROUNDING
 
 
+def test_an_activation_with_parameters_of_its_own(tmp_path: Path) -> None:
+    """Apertus learns the slopes of its activation."""
+    model = ApertusForCausalLM(ApertusConfig(**GROUPED)).float().eval()
+    own = exported(KINDS["neutral-residues"], Backbone.wrap(model, tiny_tokenizer()), tmp_path / "own")
+    values = torch.load(own.expected, weights_only=True)
+    assert exported_probe.gap(logits(exported_probe.load(own.folder), values["ids"]), values["logits"]) < ROUNDING
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_adapters_stay_float32_on_a_backbone_in_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     backbone = Backbone.wrap(tiny_model("llama").to(dtype), tiny_tokenizer())  # type: ignore[arg-type]
@@ -395,7 +403,7 @@ def test_vllm_does_not_pack_the_matrices_of_an_adapter(tmp_path: Path) -> None:
     (adapter,) = [node for node in ast.parse(code).body if isinstance(node, ast.ClassDef) and node.name == "Adapter"]
     products = [node for node in ast.walk(adapter) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)]
     assert products
-    assert not any("self.act" in ast.unparse(product) for product in products)
+    assert not any("self.activation" in ast.unparse(product) for product in products)
 
 
 def test_the_file_is_readable_code_without_hooks(tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ class Adapter(nn.Module):
         self.w_g = nn.Linear(width, inner, bias=False)
         self.w_o = nn.Linear(inner, width, bias=False)
         self.gate = nn.Linear(width, 1, bias=True)
-        self.act = ACT2FN["silu"]
+        self.activation = ACT2FN["silu"]
 
     def forward(self, hidden_states):
         """Return the adapter's output for the FFN's input."""
         x = hidden_states.to(self.w_o.weight.dtype)
-        hidden = self.act(self.w_g(x))  # apart from the product, or vLLM would pack these matrices like the FFN's
+        # Apart from the product, or vLLM would pack these matrices like those of the FFN.
+        hidden = self.activation(self.w_g(x))
         adapted = self.w_o(hidden * self.w_i(x))
         adapted = self.gate(x).relu() * adapted
         return adapted.to(hidden_states.dtype)

@@ -66,7 +66,7 @@ def _source(block: GatedAdapter, activation: str) -> str:
     code = code.replace('ACT2FN["silu"]', f'ACT2FN["{activation}"]')
     if block.w_g is None:
         code = _without_line(code, "self.w_g = ")
-        code = code.replace("self.act(self.w_g(x))", "self.act(self.w_i(x))")
+        code = code.replace("self.activation(self.w_g(x))", "self.activation(self.w_i(x))")
         code = code.replace("hidden * self.w_i(x)", "hidden")
     if block.gate is None:
         code = _without_line(code, "self.gate = ")
