@@ -100,9 +100,12 @@ def test_only_open_tokens_are_computed(family: str, adapted: list[int]) -> None:
     host = Backbone.wrap(tiny_model(family))
     graft = random_graft(host)
     with GraftedModel(host, {"graft": graft}) as model:
+        heads: list[object] = []
+        model.model.get_output_embeddings().register_forward_pre_hook(lambda head, _: heads.append(head))
         shares = model.observe(input_ids=tiny_ids())["graft"]["open_share"]
     assert adapted == [round(share * tiny_ids().numel()) for share in shares.tolist()]
     assert all(0 < share < 1 for share in shares), shares
+    assert not heads, "logits were computed"
 
 
 def test_one_open_token_changes_only_its_own_logits() -> None:

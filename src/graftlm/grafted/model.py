@@ -627,16 +627,19 @@ class GraftedModel(TrainerSupport):
     def observe(self, **inputs: object) -> dict[str, dict[str, Tensor]]:
         """Run one pass, and return the statistics of `Graft.observe`.
 
+        No logits are computed unless a graft acts on the output layer: with a large vocabulary they need gigabytes.
+
         Args:
-            inputs: inputs of the model, and `domain`, `token_mask` and `prompt` as in `forward`.
+            inputs: inputs of the body of the model, and `domain`, `token_mask` and `prompt` as in `forward`.
 
         Returns:
             The statistics of each graft, by its name.
         """
         call_values = {key: inputs.pop(key, None) for key in ("domain", "token_mask", "prompt")}
         self._keep_documents(inputs)
+        model = self.model if self._tap_hooks.acts_after_body else self.model.base_model
         with self._tap_hooks.announce(**call_values, observing=True) as calls:
-            self.model(**inputs)
+            model(**inputs)
         return {name: graft.observe(calls[0]) for name, graft in self._by_name.items()}
 
     def cache_traces(self, cache: Cache) -> dict[str, Trace]:
