@@ -10,12 +10,16 @@ import pytest
 import torch
 
 from graftlm.backbone import load_backbone
+from graftlm.backbone.load import BackboneConfig
+from graftlm.data.config import RewriteConfig
+from graftlm.data.source_config import SourceConfig
 from graftlm.data.token_sampler import TokenSampler
 from graftlm.errors import RecipeError
 from graftlm.evaluation import value_of
 from graftlm.grafted.model import GraftedModel
 from graftlm.grafts import build_graft, graft_config
 from graftlm.runs.recipe import Recipe, compare_recipe, run_recipe
+from graftlm.runs.rewriting_run import RewritingRun
 from graftlm.store.artifact import load_graft, save_graft
 from runs.test_recipe import NEW, OLD, values
 from tiny import tiny_ids
@@ -93,6 +97,17 @@ def test_new_answers_are_learned_in_the_backbone_s_words(
     assert all(read[name]["read"][0]["source"].endswith("new-0.jsonl") for name in changed["methods"])
     assert any("used: 2" in line for line in lines)
     assert sum(calls) == len(rows), "all methods learn the same words"
+
+
+def test_equal_texts_in_other_folders_are_rewritten_once(tmp_path: Path) -> None:
+    def run_id(folder: str, text: str) -> str:
+        path = tmp_path / folder / "new.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return RewritingRun.of(BackboneConfig(name="one"), RewriteConfig(), 16, [SourceConfig(path=str(path))]).id
+
+    assert run_id("a", "{}") == run_id("b", "{}")
+    assert run_id("a", "{}") != run_id("a", "[]")
 
 
 @pytest.mark.usefixtures("undrawn_figures")

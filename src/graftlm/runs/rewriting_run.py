@@ -16,7 +16,7 @@ from graftlm.data.own_answers import REWRITE_REASONS, rewrite_answers, rewritten
 from graftlm.data.sources import Document
 from graftlm.evaluation import Metric, Row
 from graftlm.evaluation.measurement import Measurement
-from graftlm.files.digests import digest
+from graftlm.files.digests import by_content, digest
 from graftlm.files.writing import write_atomically
 from graftlm.processes import process_state
 from graftlm.runs.run import Run, RunContext
@@ -27,7 +27,7 @@ _MESSAGES = "messages"
 
 
 class RewritingRun(Run):
-    """Rewrite the answers of new conversations. Runs with equal settings have the same id, and so share the files.
+    """Rewrite the answers of new conversations. Runs with equal settings and texts have one id, and share the files.
 
     Args:
         backbone: the backbone that writes.
@@ -57,8 +57,8 @@ class RewritingRun(Run):
             length: maximum number of tokens of a conversation.
             new: the sources of the conversations.
         """
-        settings = [backbone, config, *new]
-        name = digest([each.model_dump(mode="json") for each in settings], length)[:8]
+        settings = [each.model_dump(mode="json") for each in (backbone, config, *new)]
+        name = digest(by_content(settings), length)[:8]
         return cls(id=f"own-words-{name}", backbone=backbone, config=config, length=length, new=list(new))
 
     def artefacts(self) -> tuple[str, ...]:
