@@ -1,24 +1,26 @@
 """Grafts: the contract, the grafted model, the registry, and one package for each method."""
 
 from graftlm.grafts.base import (
-    AdapterForm,
     ChangesAtEnd,
-    ChoosesByPrompt,
-    Exportable,
-    ExportedAdapter,
-    ExportsAdapter,
-    ExportsLowRank,
     FitsOnText,
     Graft,
     GraftConfig,
     HasHeads,
     HasTensors,
-    LowRankUpdate,
     ReadsModels,
     ReplacesModel,
     Trace,
     Traceable,
     TrainsOnSets,
+)
+from graftlm.grafts.exports import (
+    AdapterForm,
+    ChoosesByPrompt,
+    Exportable,
+    ExportedAdapter,
+    ExportsAdapter,
+    ExportsLowRank,
+    LowRankUpdate,
 )
 from graftlm.grafts.registry import (
     build_graft,

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from graftlm.backbone import Backbone, Call, Site, Tap
 from graftlm.errors import ArtifactError
-from graftlm.grafts.base import ExportsLowRank, Graft, LowRankUpdate, ReplacesModel
+from graftlm.grafts.base import Graft, ReplacesModel
+from graftlm.grafts.exports import ExportsLowRank, LowRankUpdate
 
 
 class LowRankTaps(Graft):

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from graftlm.backbone import Backbone, Site, Sites
 from graftlm.backbone.modules import linear_sizes
 from graftlm.errors import BackboneError, RecipeError
-from graftlm.grafts.base import Exportable, Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
+from graftlm.grafts.base import Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
 from graftlm.grafts.baselines.deeper_model import deeper_model
+from graftlm.grafts.exports import Exportable
 from graftlm.grafts.sizes import HasSizes, Sizes
 from graftlm.grafts.trained_copy import check_plain
 

@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 
 from graftlm.backbone import Backbone
 from graftlm.errors import RecipeError
-from graftlm.grafts.base import ChangesAtEnd, Exportable, GraftConfig
+from graftlm.grafts.base import ChangesAtEnd, GraftConfig
 from graftlm.grafts.baselines.adapted_model import ADAPTER
 from graftlm.grafts.baselines.intruders import remove_intruders
 from graftlm.grafts.baselines.peft_config import PeftGraftConfig
 from graftlm.grafts.baselines.peft_graft import PeftGraft, default_targets
+from graftlm.grafts.exports import Exportable
 from graftlm.grafts.sizes import Sizes
 from graftlm.grafts.trained_copy import TrainsCopy
 

@@ -18,16 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from graftlm.backbone import Backbone, Sites
 from graftlm.errors import ArtifactError, BackboneError, RecipeError, TapConflictError, first_line
-from graftlm.grafts.base import (
-    Exportable,
-    ExportsLowRank,
-    Graft,
-    GraftConfig,
-    HasTensors,
-    LowRankUpdate,
-    ReplacesModel,
-    check_tensors,
-)
+from graftlm.grafts.base import Graft, GraftConfig, HasTensors, ReplacesModel, check_tensors
 from graftlm.grafts.baselines.adapted_model import AdaptedModel, adapt
 from graftlm.grafts.baselines.peft_config import (
     PeftGraftConfig,
@@ -36,6 +27,7 @@ from graftlm.grafts.baselines.peft_config import (
     option_names,
     option_of_size,
 )
+from graftlm.grafts.exports import Exportable, ExportsLowRank, LowRankUpdate
 from graftlm.grafts.sizes import HasSizes, Sizes
 from graftlm.grafts.untying import tie_if_equal, untie
 

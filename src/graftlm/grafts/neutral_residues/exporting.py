@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.nn import functional
 
-from graftlm.grafts.base import AdapterForm, ExportedAdapter
+from graftlm.grafts.exports import AdapterForm, ExportedAdapter
 from graftlm.grafts.neutral_residues.adapter import GatedAdapter
 
 _TEMPLATE = Path(__file__).with_name("exported_template.py")

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graftlm.backbone import Backbone, Call, Site, Tap, may_read
-from graftlm.grafts.base import ExportedAdapter, ExportsAdapter, Graft, GraftConfig, Trace, Traceable
+from graftlm.grafts.base import Graft, GraftConfig, Trace, Traceable
+from graftlm.grafts.exports import ExportedAdapter, ExportsAdapter
 from graftlm.grafts.neutral_residues.adapter import GatedAdapter
 from graftlm.grafts.neutral_residues.config import NeutralResiduesConfig, VanillaAdapterConfig
 from graftlm.grafts.neutral_residues.exporting import exported_blocks

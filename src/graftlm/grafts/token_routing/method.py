@@ -26,20 +26,17 @@ from transformers.cache_utils import Cache
 from graftlm.backbone import Backbone, Call, Site, Tap, may_read
 from graftlm.errors import ArtifactError, GraftError, RecipeError
 from graftlm.grafts.base import (
-    ChoosesByPrompt,
-    Exportable,
-    ExportsLowRank,
     FitsOnText,
     Graft,
     GraftConfig,
     HasTensors,
-    LowRankUpdate,
     ReadsPeft,
     Trace,
     Traceable,
     TrainsOnSets,
     check_tensors,
 )
+from graftlm.grafts.exports import ChoosesByPrompt, Exportable, ExportsLowRank, LowRankUpdate
 from graftlm.grafts.sizes import HasSizes, Sizes
 from graftlm.grafts.token_routing.adapters import read_adapter
 from graftlm.grafts.token_routing.config import ExpertConfig, TokenRoutingConfig

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graftlm.grafts.base import LowRankUpdate
+from graftlm.grafts.exports import LowRankUpdate
 from graftlm.grafts.token_routing.config import Combination
 from graftlm.grafts.token_routing.experts import ExpertTarget, Factors
 

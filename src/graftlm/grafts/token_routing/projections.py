@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from graftlm.backbone import Backbone
 from graftlm.errors import ArtifactError, GraftError, RecipeError
-from graftlm.grafts.base import LowRankUpdate
+from graftlm.grafts.exports import LowRankUpdate
 from graftlm.grafts.token_routing.config import TokenRoutingConfig
 from graftlm.grafts.token_routing.expert_sources import placed, read_expert
 from graftlm.grafts.token_routing.expert_store import ExpertStore, StoredExpert, StoredProjection
