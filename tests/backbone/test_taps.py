@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -191,6 +193,23 @@ def test_a_tap_acts_in_a_layer_that_is_called_on_its_own() -> None:
         positions = model.model.model.rotary_emb(hidden, torch.arange(3)[None])
         sites.layers[1](hidden, position_embeddings=positions, attention_mask=None)
     assert [tuple(inputs.shape) for inputs in seen] == [(1, 3, 48)]
+
+
+def test_a_pass_that_fails_keeps_no_activations() -> None:
+    """They would hold the graph of a training step that ran out of memory."""
+    inputs: list[weakref.ref[Tensor]] = []
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with probed(lambda call, inputs: None, "olmo2") as model:
+        layer = model.backbone.sites.layers[1]
+        layer.mlp.register_forward_pre_hook(lambda _, given: inputs.append(weakref.ref(given[0])))
+        layer.post_feedforward_layernorm.register_forward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            model(tiny_ids())
+        gc.collect()
+        assert [reference() for reference in inputs] == [None]
 
 
 def test_the_end_of_an_ffn_is_not_called_without_its_beginning() -> None:

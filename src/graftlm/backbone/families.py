@@ -23,8 +23,8 @@ class Sublayer:
     """An attention or FFN sublayer.
 
     In most decoders entry and exit are one module, and `exit` may be left out. BERT's FFN enters at `intermediate` and
-    leaves at `output.dense`, before the residual sum. Gemma 2 normalizes what its FFN writes before the
-    residual sum, so its FFN leaves at this norm.
+    leaves at `output.dense`, before the residual sum. Gemma 2 normalizes what its FFN writes, and adds the result to
+    the residual stream, so its FFN leaves at this norm.
 
     Attributes:
         entry: path of the module whose first input is the sublayer's input.

@@ -212,7 +212,7 @@ def with_norm_after(trace: ModuleTrace, layers: nn.ModuleList, ffn: Sublayer) ->
     Args:
         trace: the recorded pass, in which the layers ran.
         layers: the layers of the model.
-        ffn: the FFN of each layer, without the norm.
+        ffn: the FFN of each layer.
 
     Raises:
         MisfitError: layers have different norms after the FFN, or a layer uses the norm for something else.

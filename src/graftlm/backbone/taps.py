@@ -75,7 +75,7 @@ class _CallStack(threading.local):
     Attributes:
         calls: the running passes, innermost last.
         outer: for each running pass of a whole model with its head, the number of calls before it.
-        entered: inputs of sublayers that have not ended yet.
+        entered: inputs of sublayers that were called outside of a pass, and have not ended yet.
         announced: fields of the calls of the next passes, and the list that collects these calls.
         generation: the prompt of the running generation.
     """
@@ -334,7 +334,7 @@ class TapHooks:
         """Return a hook that stores a sublayer's input for the tap at its exit."""
 
         def store(module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
-            self._stack.entered[key] = _in_rows(self._current(), _hidden(args, kwargs))
+            self._entered()[key] = _in_rows(self._current(), _hidden(args, kwargs))
 
         return store
 
@@ -390,7 +390,7 @@ class TapHooks:
             if input_key is None:
                 inputs = _in_rows(call, _hidden(args, kwargs))
             else:
-                inputs = self._stack.entered.pop(input_key, None)
+                inputs = self._entered().pop(input_key, None)
                 if inputs is None:
                     raise TapError(
                         f"The module at which {site} ends was called without that at which it begins: call the layer."
@@ -405,6 +405,11 @@ class TapHooks:
             return (new, *output[1:]) if is_tuple else new
 
         return after
+
+    def _entered(self) -> dict[Hashable, Any]:
+        """Return where the inputs of sublayers are kept until they end. Those of a pass that fails go with its call."""
+        calls = self._stack.calls
+        return calls[-1].scratch if calls else self._stack.entered
 
     def _current(self) -> Call:
         # Taps also act on a module that is called outside the model's forward pass.
