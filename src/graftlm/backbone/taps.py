@@ -406,7 +406,7 @@ class TapHooks:
 
         return after
 
-    def _entered(self) -> dict[Hashable, Any]:
+    def _entered(self) -> dict[Hashable, Tensor]:
         """Return where the inputs of sublayers are kept until they end. Those of a pass that fails go with its call."""
         calls = self._stack.calls
         return calls[-1].scratch if calls else self._stack.entered
