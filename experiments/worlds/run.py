@@ -5,7 +5,7 @@ The rates and the settings of the mixtures are searched on other facts, with oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ from graftlm.evaluation.evaluator import EvaluationConfig
 from graftlm.evaluation.measurement import Measurement
 from graftlm.evaluation.taught_answers import evenly_spaced
 from graftlm.grafts import graft_config
+from graftlm.runs.run import Run
 from graftlm.runs.shared import load_shared
 from graftlm.training.config import TrainingConfig
 
@@ -225,6 +226,13 @@ class WorldsStudy(Study):
 
     # Measurements
 
+    def execute_together(self, pairs: Sequence[tuple[ExpertsRun, MixtureRun]], title: str) -> None:
+        """Execute trainings with their answers, a training that several share once."""
+        runs: dict[str, Run] = {}
+        for pair in pairs:
+            runs |= {run.id: run for run in pair}
+        self.execute(list(runs.values()), title)
+
     def answers_of(self, runs: tuple[ExpertsRun, MixtureRun] | tuple[MixtureRun], title: str) -> Measurement:
         """Execute runs, and return the measurement of the last one."""
         self.execute(runs, title)
@@ -247,27 +255,38 @@ class WorldsStudy(Study):
         """Search the rates of both trainings, then the settings of every row at these rates."""
         rates = RATES[:1] if self.options.quick else RATES
         trainings: tuple[Trained, ...] = (OWN, ALL)
+        first = [self._of_rate(trained, rate) for trained in trainings for rate in rates]
+        self.execute_together(first, "search of rates")
         for trained in trainings:
 
             def score(rate: float, trained: Trained = trained) -> float:
-                if trained == OWN:
-                    runs = self.own(rate, SEARCH_SEED)
-                else:
-                    runs = self.of_row("one", ROWS["one"].settings[0], rate, SEARCH_SEED)
-                measurement = self.answers_of(runs, f"search of {trained}")
+                measurement = self.answers_of(self._of_rate(trained, rate), f"search of {trained}")
                 values = shares(self.judged(measurement.details["answers"], SEARCH_SEED))
                 return values["recall"] + values["within"]
 
             self.searches[trained] = search_rate(score, rates, limit=len(rates) if self.options.quick else 6)
+        self._search_settings()
+
+    def _of_rate(self, trained: Trained, rate: float) -> tuple[ExpertsRun, MixtureRun]:
+        """Return the training whose rate is searched, and the answers that judge it."""
+        if trained == OWN:
+            return self.own(rate, SEARCH_SEED)
+        return self.of_row("one", ROWS["one"].settings[0], rate, SEARCH_SEED)
+
+    def _search_settings(self) -> None:
+        """Measure every setting of the rows that have several, at the best rate of their training."""
+        runs = {}
         for name, row in ROWS.items():
             settings = row.settings[:1] if self.options.quick else row.settings
+            if len(settings) == 1:
+                settings = ()
+            rate = self.rate(row.trained)
+            runs[name] = [self.of_row(name, setting, rate, SEARCH_SEED) for setting in settings]
+        self.execute_together([pair for pairs in runs.values() for pair in pairs], "search of settings")
+        for name, pairs in runs.items():
             self.settings[name] = []
-            for setting in settings:
-                if len(settings) == 1:
-                    continue
-                runs = self.of_row(name, setting, self.rate(row.trained), SEARCH_SEED)
-                measurement = self.answers_of(runs, f"search of {name}")
-                values = shares(self.judged(measurement.details["answers"], SEARCH_SEED))
+            for _, answers in pairs:
+                values = shares(self.judged(self.measured[answers.id].details["answers"], SEARCH_SEED))
                 self.settings[name].append(round(values["recall"] + values["across"], 4))
 
     def rate(self, trained: Trained) -> float:
@@ -281,11 +300,14 @@ class WorldsStudy(Study):
 
     def measure(self, seed: int) -> None:
         """Measure all rows with a seed."""
-        self.keep(BACKBONE, seed, self.answers_of((self.mixture(BACKBONE, seed),), "the backbone"))
-        self.keep(OWN, seed, self.answers_of(self.own(self.rate(OWN), seed), f"{OWN}, seed {seed}"))
+        rows = {OWN: self.own(self.rate(OWN), seed)}
         for name, row in ROWS.items():
-            runs = self.of_row(name, self.setting(name), self.rate(row.trained), seed)
-            self.keep(name, seed, self.answers_of(runs, f"{name}, seed {seed}"))
+            rows[name] = self.of_row(name, self.setting(name), self.rate(row.trained), seed)
+        self.bare_answers(seed)
+        self.execute_together(list(rows.values()), f"all rows, seed {seed}")
+        self.keep(BACKBONE, seed, self.measured[self.mixture(BACKBONE, seed).id])
+        for name, (_, answers) in rows.items():
+            self.keep(name, seed, self.measured[answers.id])
         self._measure_lookup(seed)
 
     def keep(self, name: str, seed: int, measurement: Measurement) -> None:
