@@ -18,12 +18,16 @@ from graftlm.data.table_files import read_values
 PENALTIES = tuple(10.0**power for power in range(-3, 3))
 
 
-def probe_scores(study: ConditionalTasksStudy, seed: int) -> dict[str, float]:
+def probe_scores(study: ConditionalTasksStudy, seed: int, embed: TextEmbedder) -> dict[str, float]:
     """Return the test score of every task except tagging, and the score of the cosine for relatedness.
 
     The penalty of the regression is the best on the validation rows.
+
+    Args:
+        study: the study with the tasks.
+        seed: the seed of the training rows.
+        embed: returns the vectors of texts.
     """
-    embed = TextEmbedder(study)
     scores: dict[str, float] = {}
     for task, source in TASKS.items():
         if source.type == "tagging":
@@ -70,30 +74,40 @@ def _best_model(
 
 
 class TextEmbedder:
-    """The mean of a text's last hidden states in the untrained encoder, at length 1."""
+    """The mean of a text's last hidden states in the untrained encoder, at length 1. Each text is read once.
+
+    Args:
+        study: the study with the encoder.
+    """
 
     def __init__(self, study: ConditionalTasksStudy) -> None:
         backbone = study.backbone.load(kind="encoder")
         self._model = backbone.model
         self._tokenizer = backbone.need_tokenizer()
         self._length = study.size.length
+        self._vectors: dict[str, np.ndarray] = {}
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        """Return the vectors of texts: float32, (texts, width)."""
+        unread = sorted({text for text in texts if text not in self._vectors}, key=len)
+        for first in range(0, len(unread), 64):
+            batch = unread[first : first + 64]
+            self._vectors.update(zip(batch, self._read(batch), strict=True))
+        return np.stack([self._vectors[text] for text in texts])
 
     @torch.inference_mode()
-    def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        means = []
-        for first in range(0, len(texts), 64):
-            inputs = self._tokenizer(
-                list(texts[first : first + 64]),
-                padding=True,
-                truncation=True,
-                max_length=self._length,
-                return_tensors="pt",
-            ).to(self._model.device)
-            states = self._model(**inputs, output_hidden_states=True).hidden_states[-1]
-            mask = inputs["attention_mask"][..., None].to(states.dtype)
-            mean = (states * mask).sum(1) / mask.sum(1)
-            means.append(torch.nn.functional.normalize(mean, dim=-1))
-        return torch.cat(means).cpu().numpy()
+    def _read(self, texts: list[str]) -> np.ndarray:
+        inputs = self._tokenizer(
+            texts,
+            padding=True,
+            truncation=True,
+            max_length=self._length,
+            return_tensors="pt",
+        ).to(self._model.device)
+        states = self._model(**inputs, output_hidden_states=True).hidden_states[-1]
+        mask = inputs["attention_mask"][..., None].to(states.dtype)
+        mean = (states * mask).sum(1) / mask.sum(1)
+        return torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
 
 
 def _features(texts: Sequence[np.ndarray]) -> np.ndarray:

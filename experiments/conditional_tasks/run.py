@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from experiments import Options
 from experiments.conditional_tasks.corpora import FILES, TASKS
-from experiments.conditional_tasks.probe import probe_scores
+from experiments.conditional_tasks.probe import TextEmbedder, probe_scores
 from experiments.conditional_tasks.rows import (
     CELLS,
     CONTROLS,
@@ -88,7 +88,8 @@ def run(options: Options) -> Results:
     paper = published(__file__, {row.id for row in rows})
     details = _details(study, default)
     if "probe" in chosen:
-        details["probe"] = {"by_seed": {str(seed): probe_scores(study, seed) for seed in study.seeds}}
+        embed = TextEmbedder(study)
+        details["probe"] = {"by_seed": {str(seed): probe_scores(study, seed, embed) for seed in study.seeds}}
     return study.write(NAME, rows, aims=aims(rows), paper=paper, details=details, plots=plots)
 
 

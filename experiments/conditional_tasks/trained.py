@@ -7,12 +7,13 @@ is at an edge. The comparisons were declared before the run. An item of a compar
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from statistics import mean
 from typing import Any
 
 from experiments import Options
 from experiments.conditional_tasks.corpora import TASKS
-from experiments.conditional_tasks.probe import probe_scores
+from experiments.conditional_tasks.probe import TextEmbedder, probe_scores
 from experiments.conditional_tasks.rows import LABELS, TRAINED
 from experiments.conditional_tasks.runs import ConditionalTasksRun
 from experiments.conditional_tasks.study import FULL, QUICK, SEARCH_SEED, ConditionalTasksStudy
@@ -26,6 +27,7 @@ from experiments.protocol import (
     described,
     search_rate,
 )
+from experiments.study import all_runs
 from graftlm.evaluation import Metric, Results, Row, combine_seeds
 
 NAME = "conditional-tasks"
@@ -34,7 +36,7 @@ RIDGE = "ridge"
 SEEDS = (11, 12, 13)
 """The seeds of the declared comparisons. No row of this experiment was measured with them before."""
 RATES = (3e-4, 6e-4, 1.2e-3)
-STEPS = (400, 800, 1600)
+STEPS = (250, 500, 1000)
 DOUBLINGS = 2
 """How often the longest training may be doubled."""
 DECLARED = (
@@ -44,7 +46,14 @@ DECLARED = (
 )
 """The primary comparisons, which the README lists."""
 
-SIZE = FULL.model_copy(update={"train": 1500, "by_question": True, "test": 2000})
+SIZE = FULL.model_copy(
+    update={
+        "train": 500,
+        "by_question": True,
+        "test": 2000,
+        "training": FULL.training.model_copy(update={"batch_size": 32}),
+    }
+)
 
 
 class TrainedStudy(ConditionalTasksStudy):
@@ -53,6 +62,7 @@ class TrainedStudy(ConditionalTasksStudy):
     Attributes:
         rate_searches: the search of each row's rate, with the smallest number of steps.
         step_searches: the search of each row's number of steps, with its best rate.
+        embedder: returns the vectors that ridge regression reads.
     """
 
     def __init__(self, options: Options) -> None:
@@ -62,6 +72,7 @@ class TrainedStudy(ConditionalTasksStudy):
             self.seeds = SEEDS[:1] if options.quick else SEEDS
         self.rate_searches: dict[str, RateSearch] = {}
         self.step_searches: dict[str, RateSearch] = {}
+        self.embedder = TextEmbedder(self)
 
     def trained_runs(self, row: str, seed: int, rate: float, steps: int) -> list[ConditionalTasksRun]:
         """Return the runs of a row with a number of steps, that of all tasks together."""
@@ -73,54 +84,74 @@ class TrainedStudy(ConditionalTasksStudy):
             runs.append(run.model_copy(update={"id": f"{run.id}_{steps}steps", "training": training}))
         return runs
 
-    def search(self, row: str) -> None:
-        """Search the rate of a row, and then its number of steps, by the mean score on the validation rows."""
+    def search(self) -> None:
+        """Search the rate of every row, and then its number of steps, by the mean score on the validation rows."""
         quick = self.options.quick
-
-        def score(rate: float, steps: int) -> float:
-            runs = self.trained_runs(row, SEARCH_SEED, rate, steps)
-            self.execute(runs, f"search of {row}")
-            return mean(self.scores(runs, "validation").values()) / 100
-
         rates = RATES[:1] if quick else RATES
         rungs = (self.size.training.steps,) if quick else STEPS
-        by_rate = search_rate(lambda rate: score(rate, rungs[0]), rates, limit=1 if quick else 6)
-        self.rate_searches[row] = by_rate
-        self.step_searches[row] = search_rate(
-            lambda steps: score(by_rate.best, round(steps)),
-            rungs,
-            limit=1 if quick else len(STEPS) + DOUBLINGS,
-        )
+        first = [run for row in ROWS for rate in rates for run in self.tried(row, rate, rungs[0])]
+        self.execute(first, "search of rates")
+        for row in ROWS:
+            self.rate_searches[row] = search_rate(
+                partial(self.validation_score, row, steps=rungs[0]),
+                rates,
+                limit=1 if quick else 6,
+            )
+        best = {row: search.best for row, search in self.rate_searches.items()}
+        at_best = [run for row in ROWS for steps in rungs for run in self.tried(row, best[row], steps)]
+        self.execute(at_best, "search of steps")
+        for row in ROWS:
+            self.step_searches[row] = search_rate(
+                partial(self.validation_score, row, best[row]),
+                rungs,
+                limit=1 if quick else len(STEPS) + DOUBLINGS,
+            )
+
+    def tried(self, row: str, rate: float, steps: float) -> list[ConditionalTasksRun]:
+        """Return the runs of a row in a search, which read no test rows."""
+        runs = []
+        for run in self.trained_runs(row, SEARCH_SEED, rate, round(steps)):
+            tasks = {name: task.model_copy(update={"test": task.validation}) for name, task in run.tasks.items()}
+            runs.append(run.model_copy(update={"id": f"search_{run.id}", "tasks": tasks}))
+        return runs
+
+    def validation_score(self, row: str, rate: float, steps: float) -> float:
+        """Return the mean score of all tasks on the validation rows, as a share."""
+        runs = self.tried(row, rate, steps)
+        self.execute(runs, f"search of {row}")
+        return mean(self.scores(runs, "validation").values()) / 100
 
     def chosen_runs(self, row: str, seed: int) -> list[ConditionalTasksRun]:
         """Return the runs of a row with its best rate and number of steps."""
         return self.trained_runs(row, seed, self.rate_searches[row].best, round(self.step_searches[row].best))
 
-    def measure(self, row: str) -> dict[int, dict[str, float]]:
-        """Return the scores of a row's tasks by seed, as shares."""
+    def measure(self, seed: int) -> dict[str, dict[str, float]]:
+        """Return the scores of all tasks by row, as shares."""
+        runs = {row: self.chosen_runs(row, seed) for row in ROWS}
+        self.execute(all_runs(runs), f"seed {seed}")
         measured = {}
-        for seed in self.seeds:
-            runs = self.chosen_runs(row, seed)
-            self.execute(runs, f"{row}, seed {seed}")
-            measured[seed] = {task: score / 100 for task, score in self.scores(runs).items()}
+        for row, of_row in runs.items():
+            measured[row] = {task: score / 100 for task, score in self.scores(of_row).items()}
         return measured
+
+    def measure_ridge(self, seed: int) -> dict[str, float]:
+        """Return the scores of ridge regression by task, as shares."""
+        found = probe_scores(self, seed, self.embedder)
+        return {task: found[task] / 100 for task in TASKS if task in found}
 
 
 def run_trained(options: Options) -> Results:
-    """Search and measure every row; the results are written after each one, in a folder of their own."""
+    """Search and measure all rows; the results are written after each seed, in a folder of their own."""
     study = TrainedStudy(options.model_copy(update={"out": options.out / TRAINED}))
-    scores = {}
-    ridge = {}
-    for seed in study.seeds:
-        found = probe_scores(study, seed)
-        ridge[seed] = {task: found[task] / 100 for task in TASKS if task in found}
-    scores[RIDGE] = ridge
+    scores: dict[str, dict[int, dict[str, float]]] = {row: {} for row in (RIDGE, *ROWS)}
+    study.search()
     results = None
-    for row in ROWS:
-        study.search(row)
-        scores[row] = study.measure(row)
+    for seed in study.seeds:
+        scores[RIDGE][seed] = study.measure_ridge(seed)
+        for row, of_row in study.measure(seed).items():
+            scores[row][seed] = of_row
         results = _write(study, scores)
-    assert results is not None, "there are rows"
+    assert results is not None, "there are seeds"
     return results
 
 
