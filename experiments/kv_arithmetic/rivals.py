@@ -6,18 +6,31 @@ Shape suffixes: B prompts, T tokens, V the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
-from experiments.kv_arithmetic.data import COMPUTE, END, ArithmeticTask, Form
+from experiments.kv_arithmetic.data import COMPUTE, END, Form
 from graftlm.evaluation.examples import generate_answers
 
+
+class Task(Protocol):
+    """An expression that a model is asked in several forms."""
+
+    def prompt(self, form: Form) -> str:
+        """Return the prompt of a form."""
+        ...
+
+    def completion(self, form: Form) -> str:
+        """Return the right completion of a form, without the end of the line."""
+        ...
+
+
 # Returns an answer to each task in a form.
-Answer = Callable[[Sequence[ArithmeticTask], Form], list[str]]
+Answer = Callable[[Sequence[Task], Form], list[str]]
 Rival = Literal["pipeline", "mixture"]
 # Returns scores (B, V) of the next token, given ids (B, T) and mask (B, T).
 Scores = Callable[[Tensor, Tensor], Tensor]
@@ -26,7 +39,7 @@ Scores = Callable[[Tensor, Tensor], Tensor]
 def answers_of(model: Any, tokenizer: PreTrainedTokenizerBase) -> Answer:
     """Return the greedy answers of a model."""
 
-    def answer(tasks: Sequence[ArithmeticTask], form: Form) -> list[str]:
+    def answer(tasks: Sequence[Task], form: Form) -> list[str]:
         prompts = [task.prompt(form) for task in tasks]
         longest = _longest(tasks, form, tokenizer)
         return _generate(model, tokenizer, prompts, longest)
@@ -42,7 +55,7 @@ def pipeline(m_a: Any, m_b: Any, tokenizer: PreTrainedTokenizerBase) -> Answer:
     answers_of_a = answers_of(m_a, tokenizer)
     answers_of_b = answers_of(m_b, tokenizer)
 
-    def answer(tasks: Sequence[ArithmeticTask], form: Form) -> list[str]:
+    def answer(tasks: Sequence[Task], form: Form) -> list[str]:
         if form == "numeric":
             return answers_of_b(tasks, form)
         prompts = [written + COMPUTE for written in answers_of_a(tasks, "substitution")]
@@ -74,7 +87,7 @@ def mixture(m_a: Any, m_b: Any, tokenizer: PreTrainedTokenizerBase, weight: floa
         b_BV = probabilities(m_b, ids_BT, mask_BT)
         return weight * a_BV + (1 - weight) * b_BV
 
-    def answer(tasks: Sequence[ArithmeticTask], form: Form) -> list[str]:
+    def answer(tasks: Sequence[Task], form: Form) -> list[str]:
         return _greedy(scores, tasks, form, tokenizer)
 
     return answer
@@ -91,7 +104,7 @@ def _generate(model: Any, tokenizer: PreTrainedTokenizerBase, prompts: list[str]
     )
 
 
-def _longest(tasks: Sequence[ArithmeticTask], form: Form, tokenizer: PreTrainedTokenizerBase) -> int:
+def _longest(tasks: Sequence[Task], form: Form, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number of tokens of the longest completion, with its end."""
     lengths = [len(tokenizer.tokenize(task.completion(form))) for task in tasks]
     return max(lengths) + len(END)
@@ -99,7 +112,7 @@ def _longest(tasks: Sequence[ArithmeticTask], form: Form, tokenizer: PreTrainedT
 
 def _greedy(
     scores: Scores,
-    tasks: Sequence[ArithmeticTask],
+    tasks: Sequence[Task],
     form: Form,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[str]:
