@@ -73,6 +73,12 @@ ROWS = {
     ),
 }
 
+BOTH = {
+    "both-half": ("both experts of the question's worlds, told, at half strength", 0.5),
+    "both": ("both experts of the question's worlds, told, at full strength", 1.0),
+}
+"""Rows that were added when the first results were known, to find why mixtures fail, with the weight of each expert."""
+
 SEARCH_SEED = 101
 """The seed of the facts of the searches."""
 SEEDS = (6, 7, 8)

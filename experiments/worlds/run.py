@@ -34,6 +34,7 @@ from experiments.study import Study, check_files, write_lines
 from experiments.worlds.rows import (
     ALL,
     BACKBONE,
+    BOTH,
     DECLARED,
     EXPERT,
     LOOKUP,
@@ -46,7 +47,7 @@ from experiments.worlds.rows import (
     MixtureRow,
     Trained,
 )
-from experiments.worlds.runs import ExpertsRun, MixtureRun
+from experiments.worlds.runs import BothRun, ExpertsRun, MixtureRun
 from experiments.worlds.sizes import Size
 from experiments.worlds.texts import WORLDS, Pair, WorldSet, judge_pairs
 from graftlm.backbone.load import BackboneConfig
@@ -308,7 +309,35 @@ class WorldsStudy(Study):
         self.keep(BACKBONE, seed, self.measured[self.mixture(BACKBONE, seed).id])
         for name, (_, answers) in rows.items():
             self.keep(name, seed, self.measured[answers.id])
+        self._measure_both(seed)
         self._measure_lookup(seed)
+
+    def _measure_both(self, seed: int) -> None:
+        """Measure the questions for two worlds with both of their experts."""
+        trained = self.training_run(OWN, self.rate(OWN), seed)
+        tokens = 2 * self.size(seed).answer_tokens
+        across = [pair for pair in self.pairs(seed) if pair.kind == "across"]
+        lines: list[dict[str, Any]] = []
+        for pair in across:
+            worlds = "+".join(sorted(pair.worlds))
+            lines.append({"id": pair.id, "text": pair.text, "tokens": tokens, "world": worlds})
+        path = self.options.out / "questions" / f"seed{seed}-across.jsonl"
+        write_lines(path, lines)
+        runs = {}
+        for name, (_, weight) in BOTH.items():
+            runs[name] = BothRun(
+                id=f"{name}_s{seed}",
+                backbone=self.backbone,
+                questions=str(path),
+                experts=trained.experts,
+                depends_on=(trained.id,),
+                weight=weight,
+            )
+        self.execute([trained, *runs.values()], f"both experts, seed {seed}")
+        for name, run in runs.items():
+            answers = self.measured[run.id].details["answers"]
+            self.items.setdefault(name, {})[seed] = judge_pairs(across, answers)
+            self.metrics.setdefault(name, {})[seed] = {}
 
     def keep(self, name: str, seed: int, measurement: Measurement) -> None:
         """Keep the judged answers and the further metrics of a row."""
@@ -364,6 +393,7 @@ class WorldsStudy(Study):
             OWN: "the expert of the (first) world",
         }
         labels |= {name: row.label for name, row in ROWS.items()}
+        labels |= {name: label for name, (label, _) in BOTH.items()}
         rows = []
         for name, label in labels.items():
             metrics: dict[str, Metric] = over_seeds(list(self.items[name].values()))

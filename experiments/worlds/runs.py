@@ -137,6 +137,31 @@ class MixtureRun(Run):
         return graft
 
 
+class BothRun(MixtureRun):
+    """Answers questions for two worlds with the sum of both of their experts, of which it is told.
+
+    The worlds of a question are joined by `+`. The weights of a route add up to at most 1, so PEFT adds the experts.
+
+    Args:
+        weight: weight of each of the two experts.
+    """
+
+    weight: float = 1.0
+
+    def _answer(
+        self, backbone: Backbone, asked: Sequence[AskedOf], context: RunContext
+    ) -> tuple[dict[str, str], list[float]]:
+        answers: dict[str, str] = {}
+        for worlds in sorted({each.world for each in asked}):
+            merge = {"combination_type": "cat", "weight": self.weight}
+            of_two = self.model_copy(update={"experts": tuple(worlds.split("+")), "merge": merge})
+            graft = of_two._graft(backbone, context, {})
+            questions = [each.question for each in asked if each.world == worlds]
+            more_answers, _ = self._with(graft, backbone, questions, [])
+            answers |= more_answers
+        return answers, []
+
+
 def read_asked(path: Path) -> list[AskedOf]:
     """Read questions from JSON Lines."""
     asked = []

@@ -12,7 +12,7 @@ import pytest
 from experiments import Options, reproduce
 from experiments.facts.generator import FactSet
 from experiments.facts.kept import WIKITEXT
-from experiments.worlds.rows import BACKBONE, DECLARED, LOOKUP, OWN, ROWS
+from experiments.worlds.rows import BACKBONE, BOTH, DECLARED, LOOKUP, OWN, ROWS
 from experiments.worlds.run import SEEDS
 from experiments.worlds.texts import WORLDS, Pair, WorldSet, judge_pairs
 from graftlm.evaluation import value_of
@@ -96,9 +96,12 @@ def test_every_row_is_measured(tmp_path: Path, tiny_chat_model: Path) -> None:
     out = tmp_path / "out"
     options = Options(data=tmp_path / "data", out=out, quick=True, jobs=1, backbone=str(tiny_chat_model))
     results = reproduce("worlds", options)
-    assert {row.id for row in results.rows} == {BACKBONE, LOOKUP, OWN, *ROWS}
+    assert {row.id for row in results.rows} == {BACKBONE, LOOKUP, OWN, *ROWS, *BOTH}
     assert results.seeds == [SEEDS[0]]
     for row in results.rows:
+        if row.id in BOTH:
+            assert row.metrics.keys() == {"across", "across_first", "across_second"}
+            continue
         assert {"recall", "across", "across_first", "across_second", "within", "spill"} <= row.metrics.keys()
     assert value_of(results.row(LOOKUP).metrics["across"]) > 0
     assert {"new"} <= results.row(OWN).metrics.keys() & results.row("one").metrics.keys()
