@@ -109,7 +109,13 @@ def read_questions(path: str) -> list[Asked]:
 
 
 @torch.inference_mode()
-def answer(model: Any, backbone: Backbone, questions: Sequence[Asked], system: str | None = None) -> dict[str, str]:
+def answer(
+    model: Any,
+    backbone: Backbone,
+    questions: Sequence[Asked],
+    system: str | None = None,
+    begun: Mapping[str, str] | None = None,
+) -> dict[str, str]:
     """Answer questions greedily, in batches of questions of similar length.
 
     Args:
@@ -117,17 +123,19 @@ def answer(model: Any, backbone: Backbone, questions: Sequence[Asked], system: s
         backbone: the backbone.
         questions: the questions.
         system: a system message for all of them. Its keys and values are computed once.
+        begun: what the answers begin with, by the id of the question.
 
     Returns:
         The answers by the id of the question.
     """
     tokenizer = backbone.need_tokenizer()
+    begun = begun or {}
     prompts = {}
     for question in questions:
         messages = [{"role": "user", "content": question.text}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
-        rendered = render_question(messages, tokenizer)
+        rendered = render_question(messages, tokenizer) + begun.get(question.id, "")
         prompts[question.id] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     prefix = _common_prefix(list(prompts.values())) if system is not None else []
     shared = SharedPrefix(model, prefix) if prefix else None
@@ -144,7 +152,7 @@ def answer(model: Any, backbone: Backbone, questions: Sequence[Asked], system: s
             rows = shared.continued([prompt[len(prefix) :] for prompt in asked], longest, ends)
         for question, row in zip(batch, rows, strict=True):
             text = tokenizer.decode(row[: question.tokens], skip_special_tokens=True)
-            answers[question.id] = str(text).strip()
+            answers[question.id] = (begun.get(question.id, "") + str(text)).strip()
     return {question.id: answers[question.id] for question in questions}
 
 

@@ -73,11 +73,12 @@ ROWS = {
     ),
 }
 
-BOTH = {
+BOTH: dict[str, tuple[str, float | None]] = {
     "both-half": ("both experts of the question's worlds, told, at half strength", 0.5),
     "both": ("both experts of the question's worlds, told, at full strength", 1.0),
+    "switched": ("each expert of the question's worlds, told, for its own sentence", None),
 }
-"""Rows that were added when the first results were known, to find why mixtures fail, with the weight of each expert."""
+"""Rows that were added when results were known, to find why mixtures fail, with the weight of each of both experts."""
 
 SEARCH_SEED = 101
 """The seed of the facts of the searches."""
@@ -92,3 +93,5 @@ DECLARED = (
     Comparison("routed", "one", "locality_near"),
 )
 """The primary comparisons, which the README lists."""
+COMPARED_MIXTURES = ("routed", "routed-prompt", "sum")
+"""The mixtures of these comparisons, whose experts have a rate that was searched without them."""

@@ -22,12 +22,12 @@ from experiments.facts.summaries import over_seeds, rounded_scores
 from experiments.precision import training_precision
 from experiments.protocol import (
     BigramTable,
+    Condition,
     Evidence,
     RateSearch,
     conditions,
     decide,
     described,
-    is_decided,
     search_rate,
 )
 from experiments.study import Study, check_files, write_lines
@@ -35,6 +35,7 @@ from experiments.worlds.rows import (
     ALL,
     BACKBONE,
     BOTH,
+    COMPARED_MIXTURES,
     DECLARED,
     EXPERT,
     LOOKUP,
@@ -77,6 +78,7 @@ class WorldsStudy(Study):
         precision: the precision of training on this machine.
         searches: the search of each training's rate.
         settings: for each row, the score of each of its settings, by its number.
+        mixture_rates: for each mixture of the comparisons, its score with the experts of each rate.
         items: the judged answers of each row and seed.
         metrics: further metrics of each row and seed.
     """
@@ -89,6 +91,7 @@ class WorldsStudy(Study):
         self.precision = training_precision(options.device)
         self.searches: dict[str, RateSearch] = {}
         self.settings: dict[str, list[float]] = {}
+        self.mixture_rates: dict[str, RateSearch] = {}
         self.items: dict[str, dict[int, Items]] = {}
         self.metrics: dict[str, dict[int, dict[str, float]]] = {}
         self._known = known_words(options.data)
@@ -287,8 +290,27 @@ class WorldsStudy(Study):
         for name, pairs in runs.items():
             self.settings[name] = []
             for _, answers in pairs:
-                values = shares(self.judged(self.measured[answers.id].details["answers"], SEARCH_SEED))
-                self.settings[name].append(round(values["recall"] + values["across"], 4))
+                self.settings[name].append(self._search_score(answers))
+        self._search_rates_of_mixtures()
+
+    def _search_score(self, run: MixtureRun) -> float:
+        """Return by what the setting of a mixture is chosen."""
+        values = shares(self.judged(self.measured[run.id].details["answers"], SEARCH_SEED))
+        return round(values["recall"] + values["across"], 4)
+
+    def _search_rates_of_mixtures(self) -> None:
+        """Measure the mixtures of the comparisons with the experts of every rate that was tried.
+
+        Their rate is that of the experts alone. This tells whether another one would have served them better.
+        """
+        rates = self.searches[OWN].scores
+        runs = {}
+        for name in COMPARED_MIXTURES:
+            runs[name] = {rate: self.of_row(name, self.setting(name), rate, SEARCH_SEED) for rate in rates}
+        self.execute_together([pair for by_rate in runs.values() for pair in by_rate.values()], "rates of mixtures")
+        for name, by_rate in runs.items():
+            scores = {rate: self._search_score(answers) for rate, (_, answers) in by_rate.items()}
+            self.mixture_rates[name] = RateSearch(scores)
 
     def rate(self, trained: Trained) -> float:
         """Return the best rate of a training."""
@@ -317,10 +339,9 @@ class WorldsStudy(Study):
         trained = self.training_run(OWN, self.rate(OWN), seed)
         tokens = 2 * self.size(seed).answer_tokens
         across = [pair for pair in self.pairs(seed) if pair.kind == "across"]
-        lines: list[dict[str, Any]] = []
-        for pair in across:
-            worlds = "+".join(sorted(pair.worlds))
-            lines.append({"id": pair.id, "text": pair.text, "tokens": tokens, "world": worlds})
+        lines = [
+            {"id": each.id, "text": each.text, "tokens": tokens, "world": "+".join(each.worlds)} for each in across
+        ]
         path = self.options.out / "questions" / f"seed{seed}-across.jsonl"
         write_lines(path, lines)
         runs = {}
@@ -415,21 +436,32 @@ class WorldsStudy(Study):
             nats=nats,
             bigram_nats=float(np.mean([self.bigram_nats(seed) for seed in seeds])),
             lost_shares={"locality_near": 1 - float(np.mean(kept))} if kept else {},
-            searches={OWN: self.searches[OWN], "one": self.searches[ALL]},
+            searches={OWN: self.searches[OWN], "one": self.searches[ALL], **self.mixture_rates},
             declared=DECLARED,
             decisions=decide(DECLARED, self.items),
         )
 
+    def conditions(self, evidence: Evidence) -> list[Condition]:
+        """Return the four conditions. The third one also demands that mixtures have the rate that is best for them."""
+        learned, lost, searched, declared = conditions(evidence)
+        worse = [name for name, search in self.mixture_rates.items() if search.best != self.rate(OWN)]
+        if worse and searched.met:
+            reason = f"{searched.reason}; measured with {self.rate(OWN):g}: {', '.join(worse)}"
+            searched = Condition(searched.name, False, reason)
+        return [learned, lost, searched, declared]
+
     def write_results(self) -> Results:
         """Write the results of all rows."""
         evidence = self.evidence_so_far()
-        decided = is_decided(evidence)
+        judged = self.conditions(evidence)
+        decided = all(condition.met for condition in judged)
         details = {
             "precision": self.precision,
             "search": rounded_scores(self.searches),
+            "mixture_rates": rounded_scores(self.mixture_rates),
             "settings": self.settings,
             "chosen": {name: self.setting(name) for name in ROWS},
-            "conditions": [asdict(condition) for condition in conditions(evidence)],
+            "conditions": [asdict(condition) for condition in judged],
             "comparisons": [described(decision, is_decided=decided) for decision in evidence.decisions],
             "by_seed": {name: [shares(items) for items in found.values()] for name, found in self.items.items()},
             "seconds": self.seconds,

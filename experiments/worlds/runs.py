@@ -138,28 +138,50 @@ class MixtureRun(Run):
 
 
 class BothRun(MixtureRun):
-    """Answers questions for two worlds with the sum of both of their experts, of which it is told.
+    """Answers questions for two worlds with both of their experts, of which it is told.
 
-    The worlds of a question are joined by `+`. The weights of a route add up to at most 1, so PEFT adds the experts.
+    The worlds of a question are joined by `+`, in the order of its facts.
 
     Args:
-        weight: weight of each of the two experts.
+        weight: weight of each of the two experts in their sum; None for a switch, by which the expert of the first
+            world writes the first sentence of the answer, and the other expert continues it. The weights of a route add
+            up to at most 1, so PEFT adds the experts.
     """
 
-    weight: float = 1.0
+    weight: float | None = None
 
     def _answer(
         self, backbone: Backbone, asked: Sequence[AskedOf], context: RunContext
     ) -> tuple[dict[str, str], list[float]]:
         answers: dict[str, str] = {}
         for worlds in sorted({each.world for each in asked}):
-            merge = {"combination_type": "cat", "weight": self.weight}
-            of_two = self.model_copy(update={"experts": tuple(worlds.split("+")), "merge": merge})
-            graft = of_two._graft(backbone, context, {})
             questions = [each.question for each in asked if each.world == worlds]
-            more_answers, _ = self._with(graft, backbone, questions, [])
-            answers |= more_answers
+            first, second = worlds.split("+")
+            if self.weight is None:
+                answers |= self._switched(backbone, questions, context, first, second)
+                continue
+            merge = {"combination_type": "cat", "weight": self.weight}
+            of_two = self.model_copy(update={"experts": (first, second), "merge": merge})
+            graft = of_two._graft(backbone, context, {})
+            summed, _ = self._with(graft, backbone, questions, [])
+            answers |= summed
         return answers, []
+
+    def _switched(
+        self, backbone: Backbone, questions: Sequence[Asked], context: RunContext, first: str, second: str
+    ) -> dict[str, str]:
+        """Return answers of which one expert writes the first sentence, and another one the rest."""
+        begun, _ = self._with(self._graft(backbone, context, {"fixed": {first: 1.0}}), backbone, questions, [])
+        sentences = {name: first_sentence(text) for name, text in begun.items()}
+        graft = self._graft(backbone, context, {"fixed": {second: 1.0}})
+        with GraftedModel(backbone, {"graft": graft}) as model, evaluation_mode(model):
+            return answer(model, backbone, questions, begun=sentences)
+
+
+def first_sentence(text: str) -> str:
+    """Return a text up to the first full stop before a blank, or all of it."""
+    sentence, stop, _ = text.partition(". ")
+    return sentence + stop.rstrip()
 
 
 def read_asked(path: Path) -> list[AskedOf]:
