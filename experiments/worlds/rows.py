@@ -16,6 +16,7 @@ OWN = "own"
 ALL = "all"
 BACKBONE = "backbone"
 LOOKUP = "lookup"
+LOOKUP_ROUTED = "lookup-routed"
 
 _NAMES = {"embedder": {"name": "words", "centroids": "all"}, "threshold": 0.5}
 _STATES: dict[str, Any] = {"embedder": {"name": "backbone"}}

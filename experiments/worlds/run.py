@@ -16,6 +16,7 @@ from experiments import Options
 from experiments.facts.answering import answer_tokens
 from experiments.facts.generator import Question
 from experiments.facts.kept import WIKITEXT, known_words
+from experiments.facts.lookup import behind_router
 from experiments.facts.metrics import Answers, Items, judge, shares
 from experiments.facts.retrieval import Lexicon
 from experiments.facts.summaries import over_seeds, rounded_scores
@@ -39,6 +40,7 @@ from experiments.worlds.rows import (
     DECLARED,
     EXPERT,
     LOOKUP,
+    LOOKUP_ROUTED,
     ONE,
     OWN,
     RATES,
@@ -65,6 +67,8 @@ from graftlm.training.config import TrainingConfig
 NAME = "worlds"
 MODEL = "smollm2-135m-instruct"
 FILES = (WIKITEXT,)
+NEAR = ("unchanged", "spill", "locality_near")
+"""Metrics of the questions about real things, which belong to no expert."""
 __all__ = ["NAME", "SEEDS", "run"]
 
 
@@ -363,7 +367,10 @@ class WorldsStudy(Study):
     def keep(self, name: str, seed: int, measurement: Measurement) -> None:
         """Keep the judged answers and the further metrics of a row."""
         answers = measurement.details["answers"]
-        self.items.setdefault(name, {})[seed] = self.judged(self._complete(answers, seed), seed)
+        items = self.judged(self._complete(answers, seed), seed)
+        if name == OWN:
+            items = {metric: values for metric, values in items.items() if metric not in NEAR}
+        self.items.setdefault(name, {})[seed] = items
         numbers = {key: value_of(value) for key, value in measurement.row.metrics.items()}
         self.metrics.setdefault(name, {})[seed] = numbers
 
@@ -372,7 +379,10 @@ class WorldsStudy(Study):
         return {**self.bare_answers(seed), **answers}
 
     def _measure_lookup(self, seed: int) -> None:
-        """Measure a rival that is not trained: the taught answer of the nearest taught question, for each sentence."""
+        """Measure a rival that is not trained: the taught answer of the nearest taught question, for each sentence.
+
+        It is told where the sentences end. Behind the router it answers only prompts with a taught word.
+        """
         worlds = self.worlds(seed)
         asked = []
         told = []
@@ -392,8 +402,12 @@ class WorldsStudy(Study):
             answers[pair.id] = " ".join(nearest(part.text) for part in pair.parts)
         chosen = self.bare_answers(seed).keys()
         answers = {key: answer for key, answer in answers.items() if key in chosen}
-        self.items.setdefault(LOOKUP, {})[seed] = self.judged(answers, seed)
-        self.metrics.setdefault(LOOKUP, {})[seed] = {}
+        questions = [*worlds.facts.unseen(), *worlds.facts.near(), *self.pairs(seed)]
+        asked = [question for question in questions if question.id in chosen]
+        routed = behind_router(load_shared(self.backbone), worlds.facts, asked, answers, self.bare_answers(seed))
+        for name, found in {LOOKUP: answers, LOOKUP_ROUTED: routed}.items():
+            self.items.setdefault(name, {})[seed] = self.judged(found, seed)
+            self.metrics.setdefault(name, {})[seed] = {}
 
     # Results
 
@@ -411,6 +425,7 @@ class WorldsStudy(Study):
         labels = {
             BACKBONE: "backbone",
             LOOKUP: "answer of the nearest taught question, for each sentence",
+            LOOKUP_ROUTED: "the same where the prompt has a taught word",
             OWN: "the expert of the (first) world",
         }
         labels |= {name: row.label for name, row in ROWS.items()}

@@ -138,12 +138,15 @@ def judge_pairs(pairs: Sequence[Pair], answers: Answers) -> Items:
     """Judge answers to questions for two facts.
 
     Returns:
-        For `across` and `within`, whether both facts are right, and for `across_first` and so on, whether that one is.
+        For `across` and `within`, whether the answer gives both facts and no rival of either. For `across_first` and so
+        on, whether it gives that fact, whatever it says of the other one.
     """
     items: Items = {}
     for pair in pairs:
-        first, second = (is_right(answers[pair.id], part.accepted, part.rivals) for part in pair.parts)
-        judgements = {"": first and second, "_first": first, "_second": second}
+        answer = answers[pair.id]
+        first, second = (is_right(answer, part.accepted) for part in pair.parts)
+        both = all(is_right(answer, part.accepted, part.rivals) for part in pair.parts)
+        judgements = {"": both, "_first": first, "_second": second}
         for suffix, value in judgements.items():
             items.setdefault(f"{pair.kind}{suffix}", {})[pair.id] = float(value)
     return items

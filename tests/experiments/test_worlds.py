@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 
 from experiments import Options, reproduce
+from experiments.facts.answering import Asked, _generate, answer
 from experiments.facts.generator import FactSet
 from experiments.facts.kept import WIKITEXT
-from experiments.worlds.rows import BACKBONE, BOTH, DECLARED, LOOKUP, OWN, ROWS
+from experiments.worlds.rows import BACKBONE, BOTH, COMPARED_MIXTURES, DECLARED, LOOKUP, LOOKUP_ROUTED, OWN, ROWS
 from experiments.worlds.run import SEEDS
+from experiments.worlds.runs import AskedOf, BothRun, first_sentence
 from experiments.worlds.texts import WORLDS, Pair, WorldSet, judge_pairs
+from graftlm.backbone import load_backbone
+from graftlm.backbone.load import BackboneConfig
+from graftlm.data.chats import render_question
 from graftlm.evaluation import value_of
 
 
@@ -83,9 +88,74 @@ def test_both_facts_of_a_pair_must_be_right(first: bool, second: bool, judged: t
     assert found == judged
 
 
+def test_a_rival_in_the_other_sentence_makes_the_pair_wrong_and_not_the_part() -> None:
+    pair, _ = pair_of_facts()
+    first, second = pair.parts
+    items = judge_pairs([pair], {pair.id: f"It is {first.accepted[0]}. The other is {first.rivals[0]}."})
+    assert items["across_first"][pair.id] == 1
+    assert items["across_second"][pair.id] == 0
+    said = f"It is {first.accepted[0]}. The other is {second.accepted[0]}, and {first.rivals[0]}."
+    items = judge_pairs([pair], {pair.id: said})
+    assert items["across"][pair.id] == 0
+    assert items["across_first"][pair.id] == items["across_second"][pair.id] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("Ada runs it. It is red.", "Ada runs it."),
+        ("Ada runs it.", "Ada runs it."),
+        ("3.5 m. Red.", "3.5 m."),
+        ("", ""),
+    ],
+)
+def test_a_sentence_ends_at_a_full_stop_before_a_blank(text: str, first: str) -> None:
+    assert first_sentence(text) == first
+
+
+class RecordingRun(BothRun):
+    """Records which experts act on which questions, and answers all of them alike."""
+
+    used: list[Any] = []
+
+    def _graft(self, _backbone: Any, _context: Any, routing: Any) -> Any:
+        return (self.merge or routing, self.experts)
+
+    def _with(self, graft: Any, _backbone: Any, questions: Any, _scored: Any) -> Any:
+        self.used.append((graft, [question.id for question in questions]))
+        return {question.id: "one. two." for question in questions}, []
+
+
+@pytest.mark.parametrize("weight", [0.5, 1.0])
+def test_both_experts_of_a_question_are_added_and_no_other(weight: float) -> None:
+    asked = [AskedOf(Asked("a", "?", 4), "works+lands"), AskedOf(Asked("b", "?", 4), "lands+nature")]
+    run = RecordingRun(
+        id="both", backbone=BackboneConfig(name="none"), questions="", experts=tuple(WORLDS), weight=weight
+    )
+    answers, _ = run._answer(None, asked, None)  # type: ignore[arg-type]  # nothing is loaded
+    assert answers.keys() == {"a", "b"}
+    merge = {"combination_type": "cat", "weight": weight}
+    assert run.used == [((merge, ("lands", "nature")), ["b"]), ((merge, ("works", "lands")), ["a"])]
+
+
+def test_answers_continue_what_they_begin_with(tiny_chat_model: Path) -> None:
+    backbone = load_backbone(tiny_chat_model)
+    question = Asked("q", "What is it?", 6)
+    begun = answer(backbone.model, backbone, [question], begun={"q": "It is"})["q"]
+    assert begun.startswith("It is")
+    prompt = render_question([{"role": "user", "content": question.text}], backbone.need_tokenizer()) + "It is"
+    (row,) = _generate(
+        backbone.model, backbone, [backbone.need_tokenizer()(prompt, add_special_tokens=False)["input_ids"]], 6
+    )
+    continued = backbone.need_tokenizer().decode(row, skip_special_tokens=True)
+    assert begun == f"It is{continued}".strip()
+
+
 def test_comparisons_are_of_rows_that_are_measured() -> None:
     for comparison in DECLARED:
-        assert {comparison.row, comparison.rival} <= {OWN, *ROWS}
+        rows = {comparison.row, comparison.rival}
+        assert rows <= {OWN, *ROWS}
+        assert rows <= {OWN, "one", *COMPARED_MIXTURES}, "a row without a search of its rate"
 
 
 @pytest.mark.slow
@@ -96,13 +166,14 @@ def test_every_row_is_measured(tmp_path: Path, tiny_chat_model: Path) -> None:
     out = tmp_path / "out"
     options = Options(data=tmp_path / "data", out=out, quick=True, jobs=1, backbone=str(tiny_chat_model))
     results = reproduce("worlds", options)
-    assert {row.id for row in results.rows} == {BACKBONE, LOOKUP, OWN, *ROWS, *BOTH}
+    assert {row.id for row in results.rows} == {BACKBONE, LOOKUP, LOOKUP_ROUTED, OWN, *ROWS, *BOTH}
     assert results.seeds == [SEEDS[0]]
     for row in results.rows:
         if row.id in BOTH:
             assert row.metrics.keys() == {"across", "across_first", "across_second"}
             continue
-        assert {"recall", "across", "across_first", "across_second", "within", "spill"} <= row.metrics.keys()
+        assert {"recall", "across", "across_first", "across_second", "within"} <= row.metrics.keys()
+        assert ("spill" in row.metrics) == (row.id != OWN), "near questions belong to no expert"
     assert value_of(results.row(LOOKUP).metrics["across"]) > 0
     assert {"new"} <= results.row(OWN).metrics.keys() & results.row("one").metrics.keys()
     comparisons: Any = results.details["comparisons"]
