@@ -40,13 +40,15 @@ class World(Config):
     Args:
         keys: number of keys.
         letters: number of letters of the shortest and of the longest key.
-        held_in: share of the keys that the joint training may contain.
+        searched: share of the keys that serve only searches.
+        held_in: share of the other keys, or of those of a search, that the joint training may contain.
         unseen: values whose keys the joint training does not contain.
     """
 
     keys: int = Field(2000, ge=20)
     letters: tuple[int, int] = (2, 6)
-    held_in: float = Field(0.2, gt=0, lt=1)
+    searched: float = Field(0.3, gt=0, lt=1)
+    held_in: float = Field(0.37, gt=0, lt=1)
     unseen: tuple[int, ...] = (4, 7)
 
 
@@ -131,22 +133,22 @@ class Question(NamedTuple):
 
 
 class KeySet:
-    """The keys of a seed.
+    """The keys, which are the same for all seeds, and what a seed does with them.
 
     Args:
         world: the number of keys and what is held out.
-        seed: the seed of names and values.
+        seed: the seed that draws keys and questions.
+        is_search: whether the keys serve a search; no key serves both a search and a test.
 
     Attributes:
         values: the value of each key; all values are equally frequent.
         held_in: keys that the joint training may contain. None has an unseen value.
-        tested: other keys without an unseen value, for the test.
-        validated: further ones, for the validation.
-        unseen: keys with an unseen value that are not held in.
+        tested: other keys without an unseen value.
+        unseen: keys with an unseen value; none for a search.
     """
 
-    def __init__(self, world: World, seed: int) -> None:
-        source = random.Random(f"keys {seed}")
+    def __init__(self, world: World, seed: int, *, is_search: bool = False) -> None:
+        source = random.Random("keys")
         names: dict[str, None] = {}
         while len(names) < world.keys:
             count = source.randint(*world.letters)
@@ -156,12 +158,15 @@ class KeySet:
         self.seed = seed
         self.values: dict[str, int] = dict(zip(names, numbers, strict=True))
         seen = [key for key, value in self.values.items() if value not in world.unseen]
-        count = round(world.held_in * world.keys)
-        self.held_in = seen[:count]
-        others = seen[count:]
-        self.validated = others[: len(others) // 4]
-        self.tested = others[len(others) // 4 :]
-        self.unseen = [key for key, value in self.values.items() if value in world.unseen]
+        searched = round(world.searched * len(seen))
+        pool = seen[:searched] if is_search else seen[searched:]
+        random.Random(f"roles {seed}").shuffle(pool)
+        count = round(world.held_in * len(pool))
+        self.held_in = pool[:count]
+        self.tested = pool[count:]
+        self.unseen = []
+        if not is_search:
+            self.unseen = [key for key, value in self.values.items() if value in world.unseen]
 
     def questions(self, name: str, sums: Sequence[Sum], keys: Sequence[str], count: int) -> list[Question]:
         """Return random questions whose sums and keys are given ones.
@@ -181,19 +186,22 @@ class KeySet:
         for number in range(count):
             chosen = source.choice(possible)
             operands = tuple(source.choice(by_value[value]) for value in chosen.numbers)
-            questions.append(Question(f"{name}-{number}", operands, chosen))
+            questions.append(Question(f"{name}-{self.seed}-{number}", operands, chosen))
         return questions
 
     def exam(self, sums: Mapping[Part, Sequence[Sum]], count: int) -> dict[str, list[Question]]:
-        """Return the test questions by set.
+        """Return the questions of a test by set, or those of a search.
 
         `keys` has keys that the joint training does not contain, `values` at least one key in each question whose value
-        it does not contain either. No model that computes was trained on one of the sums.
+        it does not contain either. No model that computes was trained on one of the sums. A search has one set,
+        `validation`, with other sums.
 
         Args:
             sums: the sums of each part.
             count: number of questions of each set.
         """
+        if not self.unseen:
+            return {"validation": self.questions("validation", sums["validation"], self.tested, count)}
         values_of_unseen = {self.values[key] for key in self.unseen}
         with_unseen = [each for each in sums["test"] if values_of_unseen & set(each.numbers)]
         return {
@@ -201,14 +209,10 @@ class KeySet:
             "values": self.questions("values", with_unseen, [*self.tested, *self.unseen], count),
         }
 
-    def validation(self, sums: Mapping[Part, Sequence[Sum]], count: int) -> list[Question]:
-        """Return questions with other sums and other keys than those of the test."""
-        return self.questions("validation", sums["validation"], self.validated, count)
-
 
 def memory_documents(keys: KeySet, passes: int) -> Iterator[Document]:
     """Yield documents that teach the values: in each pass every key once alone and once in a substitution."""
-    source = random.Random(f"memory {keys.seed}")
+    source = random.Random("memory")
     for _ in range(passes):
         names = list(keys.values)
         source.shuffle(names)

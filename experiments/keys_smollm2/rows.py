@@ -59,7 +59,7 @@ TRAINED = (*COMPOSED, LORA)
 RATES = dict.fromkeys(TRAINED, (0.0003, 0.001, 0.003))
 WEIGHTS = (0.25, 0.5, 0.75)
 SEARCH_SEED = 101
-"""The seed of the keys of the searches."""
+"""The seed of the searches, which have keys of their own."""
 SEEDS = (21, 22, 23)
 
 DECLARED = (
@@ -93,7 +93,7 @@ class Size(Config):
     world: World = Field(default_factory=World)
     asked: int = 200
     validated: int = 100
-    memory_passes: int = 8
+    memory_passes: int = 24
     sum_passes: int = 8
     joint: int = 4000
     searched: int = 2000

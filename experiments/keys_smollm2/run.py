@@ -1,6 +1,6 @@
 """Arithmetic over memorised keys: SmolLM2 that computes, composed with SmolLM2 that knows the keys.
 
-Both parents are SmolLM2 with a merged LoRA. The searches use keys of their own.
+Both parents are SmolLM2 with a merged LoRA, and the same for all seeds. The searches use keys of their own.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -100,6 +100,10 @@ class KeysStudy(Study):
         write_lines(path, ({"prompt": each.prompt, "text": each.text} for each in documents))
         return {"path": str(path), "prompt_column": "prompt"}
 
+    def keys(self, seed: int) -> KeySet:
+        """Return the keys as a seed uses them."""
+        return KeySet(self.size.world, seed, is_search=seed == SEARCH_SEED)
+
     def questions(self, seed: int) -> Questions:
         """Return what the rows of a seed are asked; those of the search seed are asked the validation questions."""
         is_search = seed == SEARCH_SEED
@@ -108,9 +112,9 @@ class KeysStudy(Study):
 
     # Parents
 
-    def parents(self, seeds: Sequence[int]) -> None:
-        """Train and merge m_B, and m_A of each seed."""
-        runs = [self._arithmetic(), *(self._memory(seed) for seed in seeds)]
+    def parents(self) -> None:
+        """Train and merge m_B and m_A, which are the same for all seeds."""
+        runs = [self._arithmetic(), self._memory()]
         self.execute(runs, "the parents")
         for run in runs:
             self.merged(run)
@@ -119,10 +123,9 @@ class KeysStudy(Study):
         documents = arithmetic_documents(self._sums["train"], self.size.sum_passes)
         return self._parent(M_B, self._file(M_B, documents), self.size.rates[1])
 
-    def _memory(self, seed: int) -> GraftRun:
-        keys = KeySet(self.size.world, seed)
-        name = f"{M_A}_s{seed}"
-        return self._parent(name, self._file(name, memory_documents(keys, self.size.memory_passes)), self.size.rates[0])
+    def _memory(self) -> GraftRun:
+        documents = memory_documents(KeySet(self.size.world, 0), self.size.memory_passes)
+        return self._parent(M_A, self._file(M_A, documents), self.size.rates[0])
 
     def _parent(self, name: str, source: Mapping[str, str], rate: float) -> GraftRun:
         return GraftRun(
@@ -167,7 +170,7 @@ class KeysStudy(Study):
 
     def asked(self, row: str, seed: int, weight: float = 0.5) -> AskedRun:
         """Return the run of a row that is not trained."""
-        m_a = self.merged(self._memory(seed))
+        m_a = self.merged(self._memory())
         m_b = self.merged(self._arithmetic())
         fields: dict[str, Any] = {"backbone": m_a if row == M_A else m_b, "asked": self.questions(seed)}
         if row in (PIPELINE, MIXTURE):
@@ -177,7 +180,7 @@ class KeysStudy(Study):
     def joint(self, row: str, seed: int, rate: float) -> JointRun:
         """Return the run of a trained row."""
         is_search = seed == SEARCH_SEED
-        keys = KeySet(self.size.world, seed)
+        keys = self.keys(seed)
         count = self.size.searched if is_search else self.size.joint
         source = self._file(f"joint_s{seed}", joint_documents(keys, self._sums["train"], count))
         return JointRun(
@@ -195,7 +198,7 @@ class KeysStudy(Study):
             return graft_config({"kind": "lora", "capacity": self.size.capacity})
         composed = COMPOSED[row]
         names = {
-            "taught": self.merged(self._memory(seed)).name,
+            "taught": self.merged(self._memory()).name,
             "vanilla": self._model.name,
             "random": "random",
         }
@@ -244,7 +247,7 @@ class KeysStudy(Study):
 
     def _majority(self, seed: int) -> dict[str, Items]:
         """Judge the answer that is the most frequent result of the joint data."""
-        keys = KeySet(self.size.world, seed)
+        keys = self.keys(seed)
         joint = keys.questions("joint", self._sums["train"], keys.held_in, self.size.joint)
         ((most, _),) = Counter(question.sum.result for question in joint).most_common(1)
         marks = {}
@@ -314,7 +317,7 @@ class KeysStudy(Study):
 def run(options: Options) -> Results:
     """Train the parents, search on keys of their own, then measure all rows with every seed."""
     study = KeysStudy(options)
-    study.parents([SEARCH_SEED, *study.seeds])
+    study.parents()
     study.search()
     for seed in study.seeds:
         study.measure(seed)

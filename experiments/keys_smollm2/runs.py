@@ -50,7 +50,7 @@ class Questions(NamedTuple):
 
     Attributes:
         world: the keys.
-        seed: the seed of the keys.
+        seed: the seed that draws keys and questions.
         count: number of questions of each set.
         is_search: whether the validation questions are asked instead of the test.
     """
@@ -66,11 +66,7 @@ class Questions(NamedTuple):
 
     def sets(self) -> dict[str, list[Question]]:
         """Return the questions by set."""
-        keys = KeySet(self.world, self.seed)
-        sums = all_sums()
-        if self.is_search:
-            return {"validation": keys.validation(sums, self.count)}
-        return keys.exam(sums, self.count)
+        return KeySet(self.world, self.seed, is_search=self.is_search).exam(all_sums(), self.count)
 
 
 def examine(answer: Answer, questions: Questions) -> dict[str, Items]:

@@ -61,13 +61,22 @@ def test_keys_differ_and_values_are_equally_frequent() -> None:
 
 def test_each_key_serves_one_purpose() -> None:
     keys = KeySet(WORLD, 3)
-    sets = [keys.held_in, keys.validated, keys.tested, keys.unseen]
+    searched = KeySet(WORLD, SEARCH_SEED, is_search=True)
+    sets = [keys.held_in, keys.tested, keys.unseen, searched.held_in, searched.tested]
     together = list(itertools.chain.from_iterable(sets))
     assert len(together) == len(set(together)) == 400
-    assert len(keys.held_in) == 80
+    assert not searched.unseen
     assert {keys.values[key] for key in keys.unseen} == set(WORLD.unseen)
-    for others in sets[:3]:
+    for others in (*sets[:2], *sets[3:]):
         assert not {keys.values[key] for key in others} & set(WORLD.unseen)
+
+
+def test_seeds_hold_in_other_keys_of_the_same_ones() -> None:
+    first = KeySet(WORLD, 3)
+    second = KeySet(WORLD, 4)
+    assert first.values == second.values
+    assert set(first.held_in) != set(second.held_in)
+    assert {*first.held_in, *first.tested} == {*second.held_in, *second.tested}
 
 
 def operands_of(expression: str) -> list[str]:
@@ -77,7 +86,8 @@ def operands_of(expression: str) -> list[str]:
 def test_the_joint_data_has_no_tested_key_and_no_tested_sum() -> None:
     keys = KeySet(WORLD, 3)
     sums = all_sums()
-    questions = itertools.chain(*keys.exam(sums, 100).values(), keys.validation(sums, 100))
+    searched = KeySet(WORLD, SEARCH_SEED, is_search=True)
+    questions = itertools.chain(*keys.exam(sums, 100).values(), *searched.exam(sums, 100).values())
     tested = {question.sum for question in questions}
     documents = list(joint_documents(keys, sums["train"], 400))
     over_keys = 0
