@@ -100,6 +100,7 @@ class TextEmbedder:
         inputs = self._tokenizer(
             texts,
             padding=True,
+            padding_side="right",  # encoders have absolute positions
             truncation=True,
             max_length=self._length,
             return_tensors="pt",

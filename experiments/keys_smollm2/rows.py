@@ -53,7 +53,7 @@ LABELS = {
     PIPELINE: "pipeline: m_A writes, m_B computes",
     MIXTURE: "mixture of probabilities",
     **{name: row.label for name, row in COMPOSED.items()},
-    LORA: "LoRA on m_B, equal parameters",
+    LORA: "LoRA on m_B, of the composition's size",
 }
 TRAINED = (*COMPOSED, LORA)
 RATES = dict.fromkeys(TRAINED, (0.0003, 0.001, 0.003))
@@ -87,7 +87,8 @@ class Size(Config):
         length: tokens of a row of training.
         batch_size: rows of a step.
         rates: learning rates of the LoRA of m_A and m_B.
-        capacity: size of that LoRA.
+        capacity: size of that LoRA, as a share of SmolLM2.
+        compared: size of the LoRA that the composition is compared with: that of the published composition.
     """
 
     world: World = Field(default_factory=World)
@@ -101,6 +102,7 @@ class Size(Config):
     batch_size: int = 4
     rates: tuple[float, float] = (1e-3, 1e-3)
     capacity: float = 0.1
+    compared: float = 0.0863
 
 
 FULL = Size()
@@ -115,4 +117,5 @@ QUICK = Size(
     length=48,
     batch_size=2,
     capacity=0.02,
+    compared=0.02,
 )

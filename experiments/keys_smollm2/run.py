@@ -195,7 +195,7 @@ class KeysStudy(Study):
 
     def _graft(self, row: str, seed: int) -> GraftConfig:
         if row == LORA:
-            return graft_config({"kind": "lora", "capacity": self.size.capacity})
+            return graft_config({"kind": "lora", "capacity": self.size.compared})
         composed = COMPOSED[row]
         names = {
             "taught": self.merged(self._memory()).name,

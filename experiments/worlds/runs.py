@@ -111,10 +111,15 @@ class MixtureRun(Run):
         return answers, nats
 
     def _with(
-        self, graft: Any, backbone: Backbone, questions: Sequence[Asked], scored: Sequence[str]
+        self,
+        graft: Any,
+        backbone: Backbone,
+        questions: Sequence[Asked],
+        scored: Sequence[str],
+        begun: Mapping[str, str] | None = None,
     ) -> tuple[dict[str, str], list[float]]:
         with GraftedModel(backbone, {"graft": graft}) as model, evaluation_mode(model):
-            answers = answer(model, backbone, questions)
+            answers = answer(model, backbone, questions, begun=begun)
             nats: list[float] = []
             for file in scored:
                 nats += answer_nats(model, backbone, read_conversations(Path(file)))
@@ -174,8 +179,8 @@ class BothRun(MixtureRun):
         begun, _ = self._with(self._graft(backbone, context, {"fixed": {first: 1.0}}), backbone, questions, [])
         sentences = {name: first_sentence(text) for name, text in begun.items()}
         graft = self._graft(backbone, context, {"fixed": {second: 1.0}})
-        with GraftedModel(backbone, {"graft": graft}) as model, evaluation_mode(model):
-            return answer(model, backbone, questions, begun=sentences)
+        answers, _ = self._with(graft, backbone, questions, [], sentences)
+        return answers
 
 
 def first_sentence(text: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from experiments.conditional_tasks.corpora import (
     text_of,
     write_splits,
 )
+from experiments.conditional_tasks.probe import TextEmbedder
 from experiments.conditional_tasks.rows import (
     ALL,
     CELLS,
@@ -384,6 +386,29 @@ def test_every_table_in_the_one_form(data: Path, tmp_path: Path, tiny_backbone: 
     assert probe.keys() == {*TASKS, "sick_relatedness_cosine"} - {"wnut17"}
     assert {file.stem for file in (tmp_path / "out").glob("*.png")} >= {"scores", "few", "similarity"}
     assert reproduce("conditional-tasks", quick).rows == results.rows, "finished runs are read back"
+
+
+def test_ridge_regression_reads_each_text_once_in_any_order(
+    data: Path, tmp_path: Path, tiny_backbone: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = ConditionalTasksStudy(options(data, tmp_path, backbone=str(tiny_backbone("bert"))))
+    texts = ["a much longer text of several words", "short", "a text"]
+    expected = np.concatenate([TextEmbedder(study)([text]) for text in texts])
+    embed = TextEmbedder(study)
+    read: list[str] = []
+    original = embed._read
+
+    def recorded(batch: list[str]) -> np.ndarray:
+        read.extend(batch)
+        return original(batch)
+
+    monkeypatch.setattr(embed, "_read", recorded)
+    found = embed([*texts, texts[0]])
+    again = embed(texts[::-1])
+    assert sorted(read) == sorted(texts)
+    np.testing.assert_allclose(found, expected[[0, 1, 2, 0]], atol=1e-5)
+    np.testing.assert_allclose(again, expected[::-1], atol=1e-5)
+    assert abs(expected[0] - expected[1]).max() > 1e-3, "the vectors differ"
 
 
 @pytest.mark.slow

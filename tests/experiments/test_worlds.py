@@ -121,8 +121,8 @@ class RecordingRun(BothRun):
     def _graft(self, _backbone: Any, _context: Any, routing: Any) -> Any:
         return (self.merge or routing, self.experts)
 
-    def _with(self, graft: Any, _backbone: Any, questions: Any, _scored: Any) -> Any:
-        self.used.append((graft, [question.id for question in questions]))
+    def _with(self, graft: Any, _backbone: Any, questions: Any, _scored: Any, begun: Any = None) -> Any:
+        self.used.append((graft, begun or [question.id for question in questions]))
         return {question.id: "one. two." for question in questions}, []
 
 
@@ -136,6 +136,15 @@ def test_both_experts_of_a_question_are_added_and_no_other(weight: float) -> Non
     assert answers.keys() == {"a", "b"}
     merge = {"combination_type": "cat", "weight": weight}
     assert run.used == [((merge, ("lands", "nature")), ["b"]), ((merge, ("works", "lands")), ["a"])]
+
+
+def test_each_expert_writes_its_own_sentence() -> None:
+    asked = [AskedOf(Asked("a", "?", 4), "works+lands")]
+    run = RecordingRun(id="switched", backbone=BackboneConfig(name="none"), questions="", experts=tuple(WORLDS))
+    run._answer(None, asked, None)  # type: ignore[arg-type]  # nothing is loaded
+    first, second = run.used
+    assert first == (({"fixed": {"works": 1.0}}, tuple(WORLDS)), ["a"])
+    assert second == (({"fixed": {"lands": 1.0}}, tuple(WORLDS)), {"a": "one."})
 
 
 def test_answers_continue_what_they_begin_with(tiny_chat_model: Path) -> None:
